@@ -56,12 +56,7 @@ from smolcluster.utils.stopping import Ended, Interrupted
 from smolcluster.wire.dialling import Address
 from smolcluster.wire.handshake import introduce
 from smolcluster.wire.messages import SESSION, STORE, Welcome, sets_of
-from smolcluster.wire.security import (
-    Secret,
-    default_secret_path,
-    ensure_secret,
-    load_secret,
-)
+from smolcluster.wire.security import Secret, cluster_secret
 
 MAX_WORKER_ID = 2**31
 SHARED_KEYS = ("server", "port", "encryption")
@@ -122,7 +117,7 @@ def serve(
     console = SteadyConsole(stderr=True)
     named = not args.stop_on_stdin_eof
     with process_log("server", settings.cluster.server, console=console, named=named) as log:
-        secret = ensure_secret(settings.node.secret_file or default_secret_path())
+        secret = cluster_secret(settings.node.secret_file, makes=True)
         check_port(settings.cluster)
         own_run(
             Owner(
@@ -267,7 +262,7 @@ def _following(
             node=node,
             hello=introduce(args.node),
             address=_address_of_server(args, cluster),
-            secret=_secret(args.local, node.secret_file),
+            secret=cluster_secret(node.secret_file, makes=args.local),
             start_timeout_s=cluster.start_timeout_s,
             encryption=cluster.encryption,
             log=log.logger,
@@ -390,11 +385,6 @@ def _address_of_server(args: argparse.Namespace, cluster: ClusterConfig) -> Addr
     """Where the server is; its name is known unless `--server` says only where it is."""
     name = cluster.server if args.server is None else None
     return Address(cluster.host_ip[cluster.node_of(args.node)], cluster.port, name)
-
-
-def _secret(local: bool, file: Path | None) -> Secret:
-    """A worker never makes a secret, but for one that shares its machine with the server."""
-    return (ensure_secret if local else load_secret)(file or default_secret_path())
 
 
 def machine_facts() -> dict[str, str | int]:

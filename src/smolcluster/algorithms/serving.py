@@ -26,7 +26,7 @@ from smolcluster.server.listening import check_port
 from smolcluster.server.offering import Offer, optimizer_fields, wait_for_offer
 from smolcluster.wire.handshake import introduce
 from smolcluster.wire.node import Node
-from smolcluster.wire.security import default_secret_path, ensure_secret
+from smolcluster.wire.security import cluster_secret
 
 ATTACHED = Path(__file__).parent / "attached.yaml"
 """The training file of runs of attached processes."""
@@ -105,7 +105,7 @@ def serve_attached(
     console = SteadyConsole(stderr=True)
     node = settings.cluster.server
     with process_log("server", node, console=console, named=named) as log:
-        secret = ensure_secret(settings.node.secret_file or default_secret_path())
+        secret = cluster_secret(settings.node.secret_file, makes=True)
         check_port(settings.cluster)
         offered = wait_for_offer(
             settings.cluster,

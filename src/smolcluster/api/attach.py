@@ -44,7 +44,6 @@ from smolcluster.api.attached_optimizer import (
 )
 from smolcluster.api.attached_process import Told, own_name, told_by_launcher
 from smolcluster.api.loop_watch import LoopWatch
-from smolcluster.api.settings import secret_of
 from smolcluster.api.synchronous_optimizer import check_rule, describe_optimizer
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import RunConfig, Settings
@@ -75,7 +74,7 @@ from smolcluster.utils.meter import Meter
 from smolcluster.wire.dialling import Address
 from smolcluster.wire.handshake import introduce
 from smolcluster.wire.messages import Logged, Welcome
-from smolcluster.wire.security import Secret
+from smolcluster.wire.security import Secret, cluster_secret
 
 
 def attach(
@@ -357,7 +356,9 @@ class Cluster:
     def _live(self) -> None:
         """Take part in the run until it is over; raises what `follow` does."""
         cluster = self._settings.cluster
-        secret = self._secret or secret_of(self._settings, makes=self._told.is_local)
+        secret = self._secret or cluster_secret(
+            self._settings.node.secret_file, makes=self._told.is_local
+        )
         server = None if self._told.config else cluster.server  # a launcher tells only where it is
         address = Address(cluster.host_ip[cluster.node_of(self._name)], cluster.port, server)
         place = WorkerSetup(

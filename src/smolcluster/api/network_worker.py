@@ -6,7 +6,6 @@ NetworkWorker(gpu_id=0, config=config, model_ctor=make_model, master_ip="10.0.0.
 import logging
 import multiprocessing
 import os
-import pickle
 import platform
 import re
 import signal
@@ -25,10 +24,10 @@ from torch import nn
 
 from smolcluster.algorithms.entry import guarded
 from smolcluster.algorithms.observed import WorkerRun
-from smolcluster.algorithms.supervision import decide
+from smolcluster.algorithms.supervision import decide, spawned
 from smolcluster.api.config import DistributedConfig
 from smolcluster.api.losses import LOSS, OutputLoss, code_digest, loss_of, named_loss
-from smolcluster.api.settings import library_log, secret_of, worker_settings
+from smolcluster.api.settings import library_log, worker_settings
 from smolcluster.configs.schema import RunConfig
 from smolcluster.configs.spec import get_algorithm, spec_of
 from smolcluster.data.dataset import Elsewhere
@@ -49,9 +48,11 @@ from smolcluster.utils.user_code import user_code
 from smolcluster.wire.dialling import Address
 from smolcluster.wire.handshake import introduce
 from smolcluster.wire.messages import Welcome, sets_of
+from smolcluster.wire.security import cluster_secret
 
 ModelCtor = Callable[[], nn.Module]
 NO_CUDA = "no CUDA on this machine: each GPU id is a process on what there is, such as the CPU"
+NEEDS = "model_ctor and the loss must be functions of a module, for each GPU has a process"
 POLL_S = 0.1
 END_S = 15.0
 """How long a process may take to end by itself."""
@@ -129,7 +130,9 @@ class NetworkWorker:
             node=self.settings.node,
             hello=introduce(self.name),
             address=Address(self.config.master_ip, self.config.master_port),
-            secret=secret_of(self.settings, makes=is_loopback_name(self.config.master_ip)),
+            secret=cluster_secret(
+                self.settings.node.secret_file, makes=is_loopback_name(self.config.master_ip)
+            ),
             start_timeout_s=self.config.start_timeout,
             encryption=self.settings.cluster.encryption,
             log=log,
@@ -224,7 +227,7 @@ def run_workers(
     NetworkWorker(gpu_ids[0], config, model_ctor, **options)
     lives, codes = {}, dict.fromkeys(gpu_ids, 0)
     for gpu_id in gpu_ids:
-        start = partial(_start, partial(_work, gpu_id, config, model_ctor, options))
+        start = partial(spawned, partial(_work, gpu_id, config, model_ctor, options), NEEDS)
         lives[gpu_id] = living(f"the worker of GPU {gpu_id}", start, restarts, log)
     try:
         while lives:
@@ -239,22 +242,6 @@ def run_workers(
         for life in lives.values():
             life.close()
     return next(filter(None, codes.values()), 0)
-
-
-def _start(body: Callable[[], None]) -> BaseProcess:
-    """Start a process of its own for `body`.
-
-    Raises:
-        ConfigError: it holds what no other process can be given.
-    """
-    process = multiprocessing.get_context("spawn").Process(target=body)
-    try:
-        process.start()
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ConfigError(
-            f"model_ctor and the loss must be functions of a module, for each GPU has a process: {error}"
-        ) from None
-    return process
 
 
 def living(

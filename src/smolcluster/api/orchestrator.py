@@ -33,7 +33,6 @@ from smolcluster.api.settings import (
     SERVER,
     library_log,
     rank_settings,
-    secret_of,
     server_settings,
 )
 from smolcluster.configs.schema import Settings
@@ -48,6 +47,7 @@ from smolcluster.training.hooks import StepDone
 from smolcluster.training.recipe import Training
 from smolcluster.training.workload import LossFunction, Metric, Workload
 from smolcluster.utils.addresses import is_loopback_name
+from smolcluster.wire.security import cluster_secret
 
 SUFFIX = ".safetensors"
 
@@ -137,7 +137,7 @@ class Orchestrator:
     def _listening(self) -> Arrivals:
         if self._arrivals is None:
             settings = self._settings([], {})
-            secret = secret_of(settings, makes=True)
+            secret = cluster_secret(settings.node.secret_file, makes=True)
             for note in self.config.notes():
                 self.log.info("%s", note)
             if not all(map(is_loopback_name, settings.cluster.bind or ())):
@@ -189,7 +189,7 @@ class Orchestrator:
             "server",
             SERVER,
             settings,
-            secret_of(settings, makes=True),
+            cluster_secret(settings.node.secret_file, makes=True),
             workload,
         )
         serve = get_algorithm(self.config.runs_algorithm).module("server").serve

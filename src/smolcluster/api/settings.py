@@ -13,7 +13,6 @@ from smolcluster.configs.overrides import node_overrides
 from smolcluster.configs.resolve import resolve
 from smolcluster.configs.schema import Settings
 from smolcluster.observability.logs import NodeLog
-from smolcluster.wire.security import Secret, default_secret_path, ensure_secret, load_secret
 
 SOURCE = "DistributedConfig"
 SERVER = "orchestrator"
@@ -119,17 +118,6 @@ def _cluster(
         "metrics_port": None,
         "nodes": {here: own},
     }
-
-
-def secret_of(settings: Settings, *, makes: bool) -> Secret:
-    """The cluster's secret, which the orchestrator `makes` where there is none.
-
-    Raises:
-        AuthError: it is missing, cannot be read, or is open to others.
-    """
-    return (ensure_secret if makes else load_secret)(
-        settings.node.secret_file or default_secret_path()
-    )
 
 
 @contextmanager

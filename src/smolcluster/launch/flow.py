@@ -84,7 +84,7 @@ from smolcluster.runs.paths import (
 )
 from smolcluster.server.listening import check_port as check_own_port
 from smolcluster.utils.words import as_command, hint_at
-from smolcluster.wire.security import default_secret_path, ensure_secret
+from smolcluster.wire.security import cluster_secret, ensure_secret
 
 Place = Literal["ssh"] | Scheduler
 PLACES: Mapping[str, Place] = {"ssh": "ssh", **{each: each for each in get_args(Scheduler)}}
@@ -274,7 +274,7 @@ class Here(Site):
         """
         settings = self.asked.settings
         check_own_port(settings.cluster)
-        ensure_secret(settings.node.secret_file or default_secret_path())
+        cluster_secret(settings.node.secret_file, makes=True)
         self.stack = stack_for(self.how.observe, settings.cluster, say)
         if self.stack is not None:
             self.asked = self.asked.with_overrides(within_reach(settings.cluster))
@@ -428,7 +428,7 @@ class Scheduled(Site):
                 f"{tool} is not on this machine: launch where {self._on} has its commands"
             )
         if self._on == "slurm":  # before ranks on several nodes look for it
-            ensure_secret(self.asked.settings.node.secret_file or default_secret_path())
+            cluster_secret(self.asked.settings.node.secret_file, makes=True)
 
     def make_ready(self, launched: Launched, say: Say) -> RunPaths:
         paths = super().make_ready(launched, say)

@@ -97,6 +97,17 @@ def ensure_secret(path: Path) -> Secret:
     return load_secret(path)
 
 
+def cluster_secret(file: Path | None, *, makes: bool) -> Secret:
+    """The cluster's secret of this machine: in `file`, or None: in the default one.
+
+    With `makes` it is made where there is none: by the server, and who shares its machine.
+
+    Raises:
+        AuthError: as `load_secret` or `ensure_secret`.
+    """
+    return (ensure_secret if makes else load_secret)(file or default_secret_path())
+
+
 def keep_secret(path: Path, key: bytes) -> Secret:
     """Keep a secret that was handed over (mode 0600); beside `path` where that has another one.
 

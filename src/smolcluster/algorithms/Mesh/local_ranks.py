@@ -1,9 +1,7 @@
 """`tensor_parallel` of an orchestrator: its workers are ranks of a mesh, processes of its own machine."""
 
 import logging
-import multiprocessing
 import os
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +14,7 @@ from smolcluster.algorithms.Mesh import loop
 from smolcluster.algorithms.Mesh.config import MeshConfig
 from smolcluster.algorithms.Mesh.process import be_rank, device_and_backend, together
 from smolcluster.algorithms.Mesh.ranks import Ranks
+from smolcluster.algorithms.supervision import spawned
 from smolcluster.configs.schema import Settings
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.runs.summary import Summary
@@ -25,6 +24,10 @@ from smolcluster.utils.addresses import free_port
 from smolcluster.utils.device import use_threads
 from smolcluster.wire.security import GROUP_SECRET, new_secret
 
+NEEDS = (
+    "the model, its loss and its data must be of a module's own classes and functions, for each rank of "
+    "tensor_parallel is a process"
+)
 END_S = 15.0
 """How long a rank may take to end by itself."""
 
@@ -62,7 +65,11 @@ def local_ranks(
     try:
         for rank in range(1, size):
             processes.append(
-                _started(partial(_be_rank, ranks(rank), told, make_settings, followed))
+                spawned(
+                    partial(_be_rank, ranks(rank), told, make_settings, followed),
+                    NEEDS,
+                    daemon=True,
+                )
             )
         os.environ[GROUP_SECRET] = told  # which is taken out at once
         meeting = together(
@@ -96,23 +103,6 @@ def _for_others(workload: Workload) -> Workload:
         fingerprint=workload.fingerprint,
         training=replace(workload.training, hooks=Hooks()),
     )
-
-
-def _started(body: Callable[[], None]) -> BaseProcess:
-    """Start another rank.
-
-    Raises:
-        ConfigError: it cannot be given what is trained.
-    """
-    process = multiprocessing.get_context("spawn").Process(target=body, daemon=True)
-    try:
-        process.start()
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ConfigError(
-            "the model, its loss and its data must be of a module's own classes and functions, for each rank "
-            f"of tensor_parallel is a process: {error}"
-        ) from None
-    return process
 
 
 def _check_alive(processes: Sequence[BaseProcess]) -> None:

@@ -32,9 +32,7 @@ from smolcluster.utils.device import use_threads
 from smolcluster.wire.security import (
     GROUP_SECRET,
     Secret,
-    default_secret_path,
-    ensure_secret,
-    load_secret,
+    cluster_secret,
     secret_of_text,
 )
 
@@ -193,7 +191,7 @@ def group_secret(environ: MutableMapping[str, str], ranks: Ranks, file: Path | N
     if told is not None:
         return secret_of_text(told)
     makes = ranks.here.start == 0 or not is_elsewhere(ranks.address)
-    return (ensure_secret if makes else load_secret)(file or default_secret_path())
+    return cluster_secret(file, makes=makes)
 
 
 def _tell(tells: int, failure: Failure) -> None:

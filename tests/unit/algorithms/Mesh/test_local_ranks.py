@@ -23,7 +23,7 @@ def test_they_meet_on_the_loopback_by_a_secret_of_their_own(
 ) -> None:
     told: list[tuple[Ranks, str]] = []
 
-    def started(body: Any) -> Mock:
+    def started(body: Any, *_: object, **__: object) -> Mock:
         told.append(body.args[:2])
         return Mock()
 
@@ -32,7 +32,7 @@ def test_they_meet_on_the_loopback_by_a_secret_of_their_own(
         return nullcontext()
 
     monkeypatch.setenv(GROUP_SECRET, "")  # put back at the end
-    monkeypatch.setattr(local_ranks, "_started", started)
+    monkeypatch.setattr(local_ranks, "spawned", started)
     monkeypatch.setattr(local_ranks, "together", together)
     monkeypatch.setattr(local_ranks, "use_threads", lambda _: None)
     make_settings = partial(load_settings, "mesh", "digits", None, ("device=cpu",), environ={})
