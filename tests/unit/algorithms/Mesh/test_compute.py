@@ -73,7 +73,7 @@ def test_all_or_every_second_layer_is_computed_again_in_the_backward(
     stage = Stage(model, list(model), 0, 4).train()
     workload = Workload(lambda: model, cross_entropy, [(torch.zeros(4), 0)])
     seeds = LayerSeeds(SEED, torch.device("cpu"))
-    config = config_of({"activation_checkpointing": recompute})
+    config = MeshConfig.model_validate({"activation_checkpointing": recompute})
     compute = stage_compute(stage, workload, seeds, config, "fp32")
     batch = torch.ones(2, 4), torch.zeros(2).long()
     compute.backward(0, [torch.ones_like(compute.forward(0, Place(SEED, 0, 0), None, batch))])
