@@ -254,10 +254,10 @@ def configuration(args: argparse.Namespace, world_size: int | None) -> "Settings
             local_workers=1,
         )
 
-    mesh = settings_with(*args.override).of(MeshConfig)
-    if args.profile and mesh.profile is None:
+    own = settings_with(*args.override).of(MeshConfig)
+    if args.profile and own.profile is None:
         texts.append(f"profile={json.dumps(PROFILED)}")
-    return settings_with(*overrides_of(args, mesh.mesh.num_shares))
+    return settings_with(*overrides_of(args, own.mesh.num_shares))
 
 
 def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
