@@ -32,7 +32,7 @@ from torch.nn import functional
 from common import free_port, report, say, seconds
 from exchange import Children
 from mesh import PRELOAD, TIMEOUT
-from smolcluster.algorithms.Mesh.config import MeshConfig, config_of
+from smolcluster.algorithms.Mesh.config import MeshConfig
 from smolcluster.algorithms.Mesh.gathering import StateGathering
 from smolcluster.algorithms.Mesh.groups import Groups
 from smolcluster.algorithms.Mesh.trainer import WEIGHTS, MeshTrainer
@@ -68,7 +68,7 @@ class Case:
 
     @property
     def config(self) -> MeshConfig:
-        return config_of({"mesh": {"fsdp": self.num_ranks}, "microbatches": 1})
+        return MeshConfig.model_validate({"mesh": {"fsdp": self.num_ranks}, "microbatches": 1})
 
     def workload(self) -> Workload:
         num_layers = max(1, round((self.num_params - WIDTH * VOCABULARY) / PARAMS_A_LAYER))
