@@ -56,7 +56,8 @@ def test_a_run_on_other_machines_is_read_there_as_it_goes_on(
         keep_series(elsewhere, 3)
         eventually(lambda: view.columns()["steps"]["step"] == [1, 2, 3])
         eventually(lambda: sorted(view.log_files()) == ["server-mini1", "worker-rank0-pi5"])
-        assert view.state()["problems"] == []
+        state = view.state()
+        assert (state["problems"], state["state"]) == ([], "broken off"), "its server is gone"
     finally:
         view.folder.close()
     assert list((tmp_path / "copies").iterdir()) == []
@@ -96,6 +97,20 @@ def test_a_machine_that_cannot_be_reached_is_named_and_the_others_are_shown(
         assert problem.startswith("pi5 (pi@cut): it does not answer")
     finally:
         view.folder.close()
+
+
+def test_a_server_that_cannot_be_asked_stands_as_it_was_heard_last(
+    tmp_path: Path, elsewhere: RunPaths
+) -> None:
+    paths = launched_run(tmp_path / "runs", server("pi@cut"))
+    write_status(paths.status, status_of())
+    mirror = Mirror(paths, tmp_path / "copies" / "r1")
+    try:
+        mirror.look()
+        assert mirror.snapshot().state == "unknown"
+        assert View(mirror).state()["state"] == "training"
+    finally:
+        mirror.close()
 
 
 def test_a_run_that_was_fetched_is_read_here(tmp_path: Path, elsewhere: RunPaths) -> None:

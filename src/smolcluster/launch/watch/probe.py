@@ -39,6 +39,8 @@ LIMIT_S = 5.0
 MAX_FILE_NBYTES, MAX_LOG_NBYTES = 1_000_000, 100_000
 NUM_LAST_LINES = 20
 """Of what a server had on its screen at its end."""
+FILES, SERIES = ("status.json", "summary.json"), "series.json"
+"""What a server's machine is asked for, and now and then as well."""
 MARK = "::"
 """Begins the lines that say what comes next; no line of a JSON document begins so."""
 
@@ -55,7 +57,7 @@ def look(paths: RunPaths, ask: Ask | None = None, *, with_series: bool = False) 
     if launched is None:
         return _look_at_owner(paths)
     machines = list(dict.fromkeys(map(host_of, launched.processes)))
-    names = ("status.json", "summary.json", *(["series.json"] if with_series else []))
+    names = (*FILES, SERIES) if with_series else FILES
 
     def look_at(host: Host) -> Snapshot:
         return _look_at(host, paths, launched, ask or ask_host, names)
@@ -102,7 +104,7 @@ def _look_at(
         now=instant(_seconds(said.get("now", "")) or time.time()),
         stderr_tail=words_of(said.get("console", "")),
         is_full=is_full_disk(said.get("free", "")),
-        series=said.get("series.json", ""),
+        series=said.get(SERIES, ""),
     )
 
 
@@ -113,9 +115,7 @@ def _reason(error: LaunchError) -> str:
 
 
 def look_at_script(
-    own: Sequence[LaunchedProcess],
-    server: LaunchedProcess,
-    names: Sequence[str] = ("status.json", "summary.json"),
+    own: Sequence[LaunchedProcess], server: LaunchedProcess, names: Sequence[str] = FILES
 ) -> str:
     """What is run on a machine: how its processes are, and, on the server's, what it wrote into files."""
     lines = []
