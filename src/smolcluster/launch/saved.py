@@ -74,10 +74,11 @@ def resume(
     elif num_workers is not None:
         raise ConfigError("--workers: the workers of a cluster are those of its file")
     request = request_again(paths, launched, overrides, without)
-    return _go_on_launched(paths, request, how, local=False)
+    return _launch_again(paths, request, how, local=False)
 
 
-def _go_on_launched(paths: RunPaths, request: Request, how: LaunchOptions, *, local: bool) -> int:
+def _launch_again(paths: RunPaths, request: Request, how: LaunchOptions, *, local: bool) -> int:
+    """Launch a run that goes on, if it has not ended or is asked for more than it had."""
     asked = resolved(request, local=local)
     check_unfinished(paths, asked.settings.train)
     return launch(asked.checked(), how, run_id=paths.run_id, resume=True)
@@ -129,7 +130,7 @@ def _resume_here(
         script=script and known_script(script),
         is_open=how.invite,
     )
-    return _go_on_launched(paths, request, how, local=True)
+    return _launch_again(paths, request, how, local=True)
 
 
 def _resume_single(
