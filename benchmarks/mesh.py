@@ -21,6 +21,7 @@ from functools import partial
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
@@ -103,7 +104,7 @@ def meet(case: Case, rank: int, pipe: Pipe) -> None:
 def compute_ours(pipe: Pipe, case: Case, rank: int) -> None:
     """Be a rank of a mesh: takes a step whenever the pipe says its number, until that is -1."""
     meet(case, rank, pipe)
-    groups = Groups(MeshSizes(pp=len(case.hosts)), CPU)
+    groups = Groups(MeshSizes(pp=len(case.hosts)), CPU, Mock())
     ranks = stage_ranks(case.lists)
     layers: list[PacedLayer] = []
     stages = {}

@@ -21,6 +21,7 @@ from functools import partial
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ from mesh import PRELOAD, TIMEOUT
 from smolcluster.algorithms.Mesh.config import MeshConfig
 from smolcluster.algorithms.Mesh.gathering import StateGathering
 from smolcluster.algorithms.Mesh.groups import Groups
+from smolcluster.algorithms.Mesh.shards import Shards
 from smolcluster.algorithms.Mesh.trainer import WEIGHTS, MeshTrainer
 from smolcluster.configs.schema import DatasetConfig, DatasetPlace, GPTConfig, TrainConfig
 from smolcluster.models.gpt import GPT
@@ -97,10 +99,11 @@ def be_rank(pipe: Pipe, case: Case, rank: int) -> None:
         "gloo", init_method=url, rank=rank, world_size=case.num_ranks, timeout=TIMEOUT
     )
     torch.set_num_threads(1)
-    groups = Groups(case.config.mesh, CPU)
+    groups = Groups(case.config.mesh, CPU, Mock())
     trainer = MeshTrainer(case.workload(), case.train, case.config, groups, seed=SEED)
     ours = Ours(trainer, case) if rank == 0 else None
-    gathering = StateGathering(trainer, ours.layers if ours else None)
+    shards = Shards(trainer, ours.layers if ours else ())
+    gathering = StateGathering(trainer, shards)
     trainer.step(0, 1)
     while pipe.recv() >= 0:
         dist.barrier()

@@ -11,6 +11,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ def go_through(name: str, case: Case, folder: Path) -> None:
     from smolcluster.algorithms.Mesh.groups import Groups
     from smolcluster.algorithms.Mesh.trainer import MeshTrainer
 
-    groups = Groups(case.config.mesh, mesh_rank.CPU)
+    groups = Groups(case.config.mesh, mesh_rank.CPU, Mock())
     trainer = MeshTrainer(
         mesh_rank.workload(case), case.training, case.config, groups, seed=mesh_rank.SEED
     )

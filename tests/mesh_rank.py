@@ -14,7 +14,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
@@ -291,16 +291,20 @@ class Gathered:
 
     def __init__(self, trainer: "MeshTrainer") -> None:
         from smolcluster.algorithms.Mesh.gathering import StateGathering
+        from smolcluster.algorithms.Mesh.shards import Shards
         from smolcluster.algorithms.Mesh.trainer import WEIGHTS
 
-        shapes, ends = trainer.shapes, [0]
+        told = trainer.groups.all_told([[slot.name, slot.shape] for slot in trainer.slots])
+        self.shapes = shapes = {name: tuple(shape) for each in told for name, shape in each}
+        ends = [0]
         for shape in shapes.values():
             ends.append(ends[-1] + math.prod(shape))
         self._layers = [
             (name, slice(*ends[number : number + 2])) for number, name in enumerate(shapes)
         ]
         self._is_first = trainer.groups.rank == 0
-        self._gathering = StateGathering(trainer, self._layers if self._is_first else None)
+        shards = Shards(trainer, self._layers)
+        self._gathering = StateGathering(trainer, shards)
         moments = (WEIGHTS, *trainer.optimizer.moment_names)
         self.state = {each: torch.zeros(ends[-1], dtype=trainer.dtype) for each in moments}
 
@@ -320,7 +324,7 @@ def train_case(name: str, case: Case, folder: Path) -> None:
     from smolcluster.algorithms.Mesh.groups import Groups
     from smolcluster.algorithms.Mesh.trainer import MeshTrainer
 
-    groups = Groups(case.config.mesh, CPU)
+    groups = Groups(case.config.mesh, CPU, Mock())
     trainer = MeshTrainer(workload(case), case.training, case.config, groups, seed=SEED)
     gathered = Gathered(trainer)
     applied, steps = 0, []

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,11 @@ class Recorded(MeshTrainer):
     num_steps_here: int
     num_taken = 0
 
-    def scatter(self, whole: Callable[[str, str], Tensor], num_steps: int) -> None:
-        super().scatter(whole, num_steps)
+    def keep_loaded(self) -> None:
         gathered = Gathered(self)
         gathered.begin()
         tensors = {
-            f"{moment}/{name}": tensor.view(self.shapes[name]).clone()
+            f"{moment}/{name}": tensor.view(gathered.shapes[name]).clone()
             for moment in gathered.state
             for name, tensor in gathered.named(moment).items()
         }
@@ -50,6 +48,8 @@ class Recorded(MeshTrainer):
         return super().compute(indices, epoch, start, *more)
 
     def step(self, samples_applied: int, version: int, *more: Any) -> StepTaken:
+        if self.num_taken == 0:
+            self.keep_loaded()
         step = super().step(samples_applied, version, *more)
         self.num_taken += 1
         if self.num_taken == self.num_steps_here and self.groups.rank == 0:

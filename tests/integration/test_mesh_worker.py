@@ -123,7 +123,7 @@ def test_two_meshes_and_a_single_machine_train_while_meshes_die_and_are_back(
     server.wait_for("training starts")
     [rank] = ranks_below(first)
     os.kill(rank, signal.SIGKILL)
-    first.wait_for("rank 1 of the 2 of this worker was ended by SIGKILL")
+    first.wait_for("rank 1 on pi5 failed first: it was ended by SIGKILL")
     first.wait_for("this worker lost a rank; it is started again")
     eventually(lambda: first.output.count("joined run") == 2)
     [rank] = ranks_below(second)
@@ -162,7 +162,7 @@ def ranks_below(worker: Child) -> list[int]:
     ).stdout
     rows = [line.split(None, 2) for line in listed.splitlines()]
     group = str(worker.process.pid)  # each child of a test leads a process group
-    return [int(pid) for pgid, pid, args in rows if pgid == group and "group_rank" in args]
+    return [int(pid) for pgid, pid, args in rows if pgid == group and "spawn_main" in args]
 
 
 def is_alive(pid: int) -> bool:

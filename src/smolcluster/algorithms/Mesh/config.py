@@ -17,6 +17,7 @@ from smolcluster.configs.schema import (
     ProfileConfig,
     ScheduleKeys,
     Settings,
+    TrainConfig,
 )
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import Schedule
@@ -127,13 +128,9 @@ class MeshConfig(AlgorithmConfig, ScheduleKeys):
                 f"optimizer is {train.optimizer!r}, a mesh takes {', '.join(FLAT_OPTIMIZERS)}"
             )
         check_optimizer(train.optimizer, self.mesh)
-        if train.ema_decay is not None:
-            raise ConfigError(
-                f"ema_decay is {train.ema_decay:g}, but on a mesh nobody averages weights: set it to null"
-            )
+        check_no_average(train)
         gpt = train.model if isinstance(train.model, GPTConfig) and train.workload is None else None
         self.check_division(
-            world_size=self.num_ranks,
             num_samples=train.samples_per_step,
             num_layers=None if gpt is None else gpt.num_layers,
         )
@@ -161,13 +158,13 @@ class MeshConfig(AlgorithmConfig, ScheduleKeys):
             )
         return self.mesh
 
-    def check_division(self, *, world_size: int, num_samples: int, num_layers: int | None) -> None:
+    def check_division(self, *, num_samples: int, num_layers: int | None) -> None:
         """Refuse what cannot be divided; `num_samples` are those of a step, `num_layers` None: not known.
 
         Raises:
             ConfigError: one line with the key, its value and what to change.
         """
-        sizes = self.sizes_for(world_size)
+        sizes = self.mesh
         for key in ("sequence_parallel", "loss_parallel"):
             if sizes.tp == 1 and getattr(sizes, key):
                 raise ConfigError(
@@ -203,6 +200,14 @@ class MeshConfig(AlgorithmConfig, ScheduleKeys):
                 f"cannot divide into {self.microbatches} microbatches each: change batch_size so that "
                 f"a step has a multiple of {parts}, or microbatches"
             )
+
+
+def check_no_average(train: TrainConfig) -> None:
+    """Raises ConfigError: an average of the weights is wanted."""
+    if train.ema_decay is not None:
+        raise ConfigError(
+            f"ema_decay is {train.ema_decay:g}, but on a mesh nobody averages weights: set it to null"
+        )
 
 
 def check_optimizer(name: str, sizes: MeshSizes) -> None:

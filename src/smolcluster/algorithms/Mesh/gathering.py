@@ -26,14 +26,9 @@ LOOK_EVERY_S = 0.5
 class StateGathering:
     """A rank's part in it. Every rank must make it at once, and call `begin` at the same steps."""
 
-    def __init__(
-        self, trainer: MeshTrainer, layers: Sequence[tuple[str, slice]] | None = None
-    ) -> None:
-        """`layers`: each parameter's place in the flat weights, which rank 0 alone says."""
+    def __init__(self, trainer: MeshTrainer, shards: Shards) -> None:
         groups = trainer.groups
-        own = [[name, place.start, place.stop] for name, place in layers or ()]
-        places = [(name, slice(start, stop)) for name, start, stop in groups.all_told(own)[0]]
-        self._trainer, self._own = trainer, Shards(trainer.slots, places, groups).sent
+        self._trainer, self._own = trainer, shards.sent
         said = groups.all_told(
             [
                 [each.begin, each.numel, each.width, each.rows, each.columns]

@@ -82,11 +82,12 @@ class Groups:
         mesh: over all ranks, with the dimensions `DIMENSIONS`.
         rank: of all.
         device: that this rank computes on.
+        watch: what watches the ranks, and tells rank 0 of each.
     """
 
-    def __init__(self, sizes: MeshSizes, device: torch.device, watch: Watch | None = None) -> None:
+    def __init__(self, sizes: MeshSizes, device: torch.device, watch: Watch) -> None:
         """Make the groups; all ranks must do so at once."""
-        self._watch = watch
+        self.watch = watch
         shape = tuple(getattr(sizes, name) for name in DIMENSIONS)
         self.sizes, self.device = sizes, device
         self.mesh: DeviceMesh = init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS)
@@ -106,14 +107,7 @@ class Groups:
 
     def note(self, doing: str, *, waits: bool = False) -> None:
         """Tell the watch what this rank does now; `waits`: it is for other ranks."""
-        if self._watch is not None:
-            self._watch.note(doing, waits=waits)
-
-    @property
-    def watch(self) -> Watch:
-        """What watches the ranks of a run, and tells rank 0 of each."""
-        assert self._watch is not None  # noqa: S101 - the ranks of a worker alone have none
-        return self._watch
+        self.watch.note(doing, waits=waits)
 
     def rank_at(self, **place: int) -> int:
         """The rank that stands there, and where this rank does along the other dimensions."""

@@ -2,34 +2,27 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+import platform
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from multiprocessing.process import BaseProcess
 
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.entry import guarded
 from smolcluster.algorithms.Mesh import loop
+from smolcluster.algorithms.Mesh.children import END_S, ChildRanks
 from smolcluster.algorithms.Mesh.config import MeshConfig
-from smolcluster.algorithms.Mesh.process import be_rank, device_and_backend, together
+from smolcluster.algorithms.Mesh.meeting import together
+from smolcluster.algorithms.Mesh.process import be_rank, device_for, told
 from smolcluster.algorithms.Mesh.ranks import Ranks
-from smolcluster.algorithms.supervision import spawned
 from smolcluster.configs.schema import Settings
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.runs.summary import Summary
 from smolcluster.training.hooks import Hooks
 from smolcluster.training.workload import Workload
-from smolcluster.utils.addresses import free_port
 from smolcluster.utils.device import use_threads
-from smolcluster.wire.security import GROUP_SECRET, new_secret
-
-NEEDS = (
-    "the model, its loss and its data must be of a module's own classes and functions, for each rank of "
-    "tensor_parallel is a process"
-)
-END_S = 15.0
-"""How long a rank may take to end by itself."""
+from smolcluster.wire.security import GROUP_SECRET
 
 
 @contextmanager
@@ -51,45 +44,33 @@ def local_ranks(
         )
     settings = make_settings()
     config = settings.of(MeshConfig)
-    device, backend = device_and_backend(config, settings)
-    size, port = config.mesh.world_size, free_port()
+    device, node = device_for(config, settings), platform.node()
     use_threads(settings.node.threads)
-
-    told = new_secret()
-
-    def ranks(rank: int) -> Ranks:
-        return Ranks(range(rank, rank + 1), size, True, "localhost", port)
-
-    followed = _for_others(workload)
-    processes: list[BaseProcess] = []
+    body = partial(_be_rank, make_settings, _for_others(workload))
+    others = ChildRanks(
+        [body] * (config.mesh.world_size - 1),
+        node=node,
+        timeout_s=settings.cluster.start_timeout_s,
+        log=log,
+    )
+    patience_s = 0.0
     try:
-        for rank in range(1, size):
-            processes.append(
-                spawned(
-                    partial(_be_rank, ranks(rank), told, make_settings, followed),
-                    NEEDS,
-                    daemon=True,
-                )
-            )
-        os.environ[GROUP_SECRET] = told  # which is taken out at once
-        meeting = together(
-            ranks(0),
+        with together(
+            others.ranks[0],
+            others.store,
+            told(settings, config),
             config,
-            settings,
             log,
+            node=node,
             device=device,
-            backend=backend,
-            start_timeout_s=settings.cluster.start_timeout_s,
-            check=partial(_check_alive, processes),
-        )
-        with meeting as groups:
+            encryption=settings.cluster.encryption,
+            look=others.failed,
+            check=partial(_check_alive, others),
+        ) as groups:
             yield lambda context: loop.train(context, config, groups)
-        for process in processes:
-            process.join(END_S)
+        patience_s = END_S
     finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        others.end(patience_s)
 
 
 def _for_others(workload: Workload) -> Workload:
@@ -105,20 +86,19 @@ def _for_others(workload: Workload) -> Workload:
     )
 
 
-def _check_alive(processes: Sequence[BaseProcess]) -> None:
+def _check_alive(others: ChildRanks) -> None:
     """Raises LaunchError: a rank has ended before all were there."""
-    for rank, process in enumerate(processes, start=1):
-        if process.exitcode is not None:
-            raise LaunchError(
-                f"rank {rank} of tensor_parallel has ended (exit code {process.exitcode}): its message is "
-                "above"
-            )
+    if (ended := others.ended()) is not None:
+        rank, code = ended
+        raise LaunchError(
+            f"rank {rank} of tensor_parallel has ended (exit code {code}): its message is above"
+        )
 
 
 def _be_rank(
-    ranks: Ranks, told: str, make_settings: Callable[[], Settings], workload: Workload
+    make_settings: Callable[[], Settings], workload: Workload, ranks: Ranks, secret: str
 ) -> None:
-    os.environ |= {"LOCAL_RANK": str(ranks.here.start), GROUP_SECRET: told}
+    os.environ |= {"LOCAL_RANK": str(ranks.here.start), GROUP_SECRET: secret}
 
     def body() -> None:
         settings = make_settings()

@@ -6,7 +6,7 @@ other run, and a run goes on with any other mesh.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from enum import IntEnum
@@ -20,10 +20,11 @@ from torch import Tensor
 
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.instruction_log import InstructionLog, logged
-from smolcluster.algorithms.Mesh.config import MeshConfig
+from smolcluster.algorithms.Mesh.config import MeshConfig, check_no_average
 from smolcluster.algorithms.Mesh.gathering import StateGathering
 from smolcluster.algorithms.Mesh.groups import Groups, lost_named
 from smolcluster.algorithms.Mesh.profiling import StepProfiler
+from smolcluster.algorithms.Mesh.shards import Shards
 from smolcluster.algorithms.Mesh.trainer import WEIGHTS, MeshTrainer
 from smolcluster.configs.schema import TrainConfig
 from smolcluster.errors import ConfigError, NonFiniteLoss
@@ -40,6 +41,9 @@ from smolcluster.utils.meter import Meter
 from smolcluster.utils.peak_memory import PeakMemory
 from smolcluster.utils.stopping import Interrupted
 from smolcluster.wire.messages import Telemetry
+
+MOST_SHARED = 4 << 20
+"""Elements of the weights that rank 0 tells the others at a time."""
 
 
 class Order(IntEnum):
@@ -75,8 +79,9 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
             training.workload, train, config, groups, seed=context.run.seed, meter=meter
         )
         trainer.scaler = replica.scaler  # whose state is saved, and shown
-        _share_state(trainer, replica)
-        whole = _Whole(trainer, replica, report)
+        shards = Shards(trainer, replica.layers)
+        share_state(trainer, shards, {WEIGHTS: replica.params, **_state_of(replica)})
+        whole = _Whole(trainer, shards, replica, report)
     source = replace(source, extra=whole.loss_scale, fill=whole.wait)
     saver = context.new_saver(source, report, lambda: groups.note("saving the last checkpoint"))
     context.log.info(
@@ -131,9 +136,11 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
 class _Whole:
     """Rank 0's whole model: that of the step at which its gathering was begun last, once that is over."""
 
-    def __init__(self, trainer: MeshTrainer, replica: Replica, report: Report) -> None:
+    def __init__(
+        self, trainer: MeshTrainer, shards: Shards, replica: Replica, report: Report
+    ) -> None:
         self._trainer, self._replica, self._report = trainer, replica, report
-        self._gathering = StateGathering(trainer, replica.layers)
+        self._gathering = StateGathering(trainer, shards)
         self._version = report.counts.version
 
     def begin(self, saver: Saver) -> None:
@@ -210,8 +217,9 @@ def follow(
         trainer = _trainer(workload, train, config, groups, seed=seed, meter=meter)
         stats = ProcessStats(meter)
         groups.watch.tell(lambda: stats.report(with_spans=False).model_dump())
-        _share_state(trainer, None)
-        gathering = StateGathering(trainer)
+        shards = Shards(trainer, ())
+        share_state(trainer, shards)
+        gathering = StateGathering(trainer, shards)
         profiler = _profiler(config, groups, folder, log)
         while True:
             groups.note("waiting for rank 0's word", waits=True)
@@ -275,27 +283,32 @@ def _trainer(
     meter: Meter,
 ) -> MeshTrainer:
     groups.check_data(workload, seed)
-    if train.ema_decay is not None:
-        raise ConfigError(
-            f"ema_decay is {train.ema_decay:g}, but on a mesh nobody averages weights: set it to null"
-        )
+    check_no_average(train)
     return MeshTrainer(workload, train, config, groups, seed=seed, meter=meter)
 
 
-def _share_state(trainer: MeshTrainer, replica: Replica | None) -> None:
-    """Give all ranks the weights, moments and loss scale that rank 0's replica has."""
-    state = {} if replica is None else _state_of(replica)
-    places = {} if replica is None else dict(replica.layers)
-
-    def whole(name: str, moment: str) -> Tensor:
-        if replica is None:
-            raise RuntimeError("only rank 0 has the whole model")
-        return (replica.params if moment == WEIGHTS else state[moment])[places[name]]
-
-    counted = state.get(STEP_COUNT)
-    trainer.scatter(whole, 0 if counted is None else int(counted))
+def share_state(
+    trainer: MeshTrainer, shards: Shards, whole: Mapping[str, Tensor] | None = None
+) -> None:
+    """Give all ranks what rank 0 has: `whole` weights and moments, flat, by name, and the loss scale."""
+    groups, optimizer = trainer.groups, trainer.optimizer
+    counted = None if whole is None else whole.get(STEP_COUNT)
+    num_steps, *_ = groups.all_told(0 if counted is None else int(counted))
+    weights = {number: slot.local for number, slot in enumerate(trainer.slots)}
+    own, everything = {WEIGHTS: weights}, [slice(0, shards.num_elements)]
+    for name in optimizer.moment_names if num_steps else ():
+        own[name] = {number: torch.zeros_like(each) for number, each in weights.items()}
+    for name, locals_ in own.items():
+        values = None if whole is None else [whole[name]]
+        for place, told in shards.shared(everything, values, MOST_SHARED):
+            shards.put(place, told, locals_)
+    if num_steps:
+        moments = [
+            {name: own[name][number] for name in optimizer.moment_names} for number in weights
+        ]
+        optimizer.resume(moments, num_steps)
     if trainer.scaler is not None:
-        scale, *_ = trainer.groups.all_told(trainer.scaler.state.tolist())
+        scale, *_ = groups.all_told(trainer.scaler.state.tolist())
         trainer.scaler.state.copy_(torch.tensor(scale, dtype=torch.float64))
 
 

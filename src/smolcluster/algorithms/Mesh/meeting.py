@@ -10,21 +10,22 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Annotated
 
 import psutil
+import torch
 import torch.distributed as dist
 from pydantic import Field, StringConstraints, TypeAdapter
 from torch._C._distributed_c10d import TCPStore
 
-from smolcluster.algorithms.Mesh.groups import STEP_TIMEOUT, compare
+from smolcluster.algorithms.Mesh.config import MeshConfig, pick_backend
+from smolcluster.algorithms.Mesh.groups import STEP_TIMEOUT, Groups, compare, lost_named
 from smolcluster.algorithms.Mesh.ranks import DEFAULT_PORT, Ranks, has_agent_store
 from smolcluster.algorithms.Mesh.store import GroupStore, Host, Way
-from smolcluster.algorithms.Mesh.watch import FAILED
+from smolcluster.algorithms.Mesh.watch import FAILED, TAKES_LONGER, Failure, Watch
 from smolcluster.configs.checks import check_unencrypted
 from smolcluster.configs.schema import Encryption
 from smolcluster.errors import ConfigError, ConnectTimeout, PortBusy, SmolclusterError
@@ -49,26 +50,9 @@ PLACE, NAME = "smolcluster/store", "name"
 """Rank 0's port and the name of its store, in torchrun's; and the latter again, in rank 0's."""
 
 
-@dataclass
-class Meeting:
-    """The store, and what of it ends with this rank: rank 0 has it, others have a way to it."""
-
-    store: GroupStore
-    end: Host | Way | None = None
-
-    @property
-    def addresses(self) -> tuple[str, str]:
-        """From which address of this machine rank 0's is reached, and the latter."""
-        return self.end.addresses if isinstance(self.end, Way) else ("127.0.0.1", "127.0.0.1")
-
-    def close(self) -> None:
-        if self.end is not None:
-            self.end.close()
-
-
 def open_store(
     rank: int, ranks: Ranks, secret: Secret, timeout_s: float, log: logging.Logger
-) -> Meeting:
+) -> GroupStore:
     """Rank 0's store, which ends with it; under torchrun its own says where that is.
 
     Raises:
@@ -80,9 +64,9 @@ def open_store(
     port, has_agent = ranks.port or DEFAULT_PORT, has_agent_store(os.environ)
     if rank != 0:
         if has_agent:
-            return _group_meeting(rank, ranks.address, port, secret, timeout_s, log)
+            return _store_of_group(rank, ranks.address, port, secret, timeout_s, log)
         try:
-            return _reached(ranks.address, port, secret, timeout_s, log)
+            return reached(ranks.address, port, secret, timeout_s, log)
         except ConnectTimeout as error:
             raise ConnectTimeout(
                 f"rank {rank} cannot reach rank 0 at {ranks.address}{_loopback_hint(ranks.address)}, port "
@@ -100,12 +84,12 @@ def open_store(
             f"rank 0 cannot listen on port {port}: {error}; is another rank 0 there? Give each node the "
             "--rank of its first process, or choose another --master-port"
         ) from error
-    store = GroupStore(host.shelf, timeout_s)
+    store = GroupStore(host, timeout_s)
     if has_agent:
         name = secrets.token_hex(8)
         store.set(NAME, name)
         _agent_at(ranks.address, port, timeout_s).set(PLACE, json.dumps([host.port, name]))
-    return Meeting(store, host)
+    return store
 
 
 def own_addresses(address: str) -> list[str]:
@@ -122,16 +106,20 @@ def own_addresses(address: str) -> list[str]:
     return [address]
 
 
-def _reached(
+def reached(
     address: str, port: int, secret: Secret, timeout_s: float, log: logging.Logger
-) -> Meeting:
-    way = Way(Address(address, port), secret, timeout_s, log)
-    return Meeting(GroupStore(way, timeout_s), way)
+) -> GroupStore:
+    """Rank 0's store at this address.
+
+    Raises:
+        ConnectTimeout, AuthError: as `open_store`.
+    """
+    return GroupStore(Way(Address(address, port), secret, timeout_s, log), timeout_s)
 
 
-def _group_meeting(  # noqa: PLR0917 - as `open_store`
+def _store_of_group(  # noqa: PLR0917 - as `open_store`
     rank: int, address: str, agent_port: int, secret: Secret, timeout_s: float, log: logging.Logger
-) -> Meeting:
+) -> GroupStore:
     """The store of this group, which rank 0 opens on a free port and tells torchrun's.
 
     torchrun's is there as long as torchrun is, and so are the keys of groups before; its agents do not count
@@ -150,7 +138,7 @@ def _group_meeting(  # noqa: PLR0917 - as `open_store`
     end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         place = _place(agent.get(PLACE)) if agent.check([PLACE]) else None
-        found = place and _meeting_of_now(address, place, rank, secret, timeout_s, log)
+        found = place and _store_of_now(address, place, rank, secret, timeout_s, log)
         if found:
             return found
         time.sleep(0.1)
@@ -167,14 +155,14 @@ def _place(told: bytes) -> tuple[int, str] | None:
         return None
 
 
-def _meeting_of_now(  # noqa: PLR0917 - as `open_store`
+def _store_of_now(  # noqa: PLR0917 - as `open_store`
     address: str,
     place: tuple[int, str],
     rank: int,
     secret: Secret,
     timeout_s: float,
     log: logging.Logger,
-) -> Meeting | None:
+) -> GroupStore | None:
     """Rank 0's store, if it is there, and not that of a group in which this rank was or any has failed."""
     port, name = place
     try:
@@ -182,14 +170,13 @@ def _meeting_of_now(  # noqa: PLR0917 - as `open_store`
             (address, port), ANSWER_S
         ):  # who is not there is not waited for
             pass
-        found = _reached(address, port, secret, ANSWER_S, log)
+        found = reached(address, port, secret, ANSWER_S, log)
     except (OSError, SmolclusterError):
         return None
     try:
-        store = found.store
-        is_named = store.check([NAME]) and store.get(NAME).decode() == name
-        if is_named and not store.check([FAILED]) and _is_first(store, rank):
-            store.timeout_s = timeout_s
+        is_named = found.check([NAME]) and found.get(NAME).decode() == name
+        if is_named and not found.check([FAILED]) and _is_first(found, rank):
+            found.timeout_s = timeout_s
             return found
     except RuntimeError:
         pass
@@ -215,7 +202,7 @@ def _is_first(store: GroupStore, rank: int) -> bool:
 
 def meet(
     rank: int,
-    ranks: Ranks,
+    world_size: int,
     store: GroupStore,
     told: Mapping[str, str],
     timeout_s: float,
@@ -234,23 +221,87 @@ def meet(
     """
     store.set(f"here/{rank}", json.dumps(dict(told)))
     end = time.monotonic() + timeout_s
-    missing = set(range(ranks.world_size))
+    missing = set(range(world_size))
     num_missing, since = len(missing), time.monotonic()
     while missing := {each for each in missing if not store.check([f"here/{each}"])}:
         if len(missing) != num_missing:
             num_missing, since = len(missing), time.monotonic()
         elif time.monotonic() > since + ONE_A_NODE_S + (rank == 0):  # the store ends with rank 0
-            _check_not_one_a_node(ranks.world_size, missing)
+            _check_not_one_a_node(world_size, missing)
         if time.monotonic() > end:
             names = ", ".join(map(str, sorted(missing)))
             raise ConnectTimeout(
-                f"after {timeout_s:.0f} s ranks {names} of {ranks.world_size} are missing: start them, "
+                f"after {timeout_s:.0f} s ranks {names} of {world_size} are missing: start them, "
                 "with --rank R for one process, --rank R --nproc-per-node K for ranks R to R+K-1, or no "
                 "--rank for all on this machine"
             )
         check()
         time.sleep(0.05)
     compare(rank, told, _told(store.get("here/0")))
+
+
+def joined(
+    watch: Watch,
+    told: Mapping[str, str],
+    config: MeshConfig,
+    *,
+    device: torch.device,
+    encryption: Encryption = "auto",
+    check: Callable[[], None] = lambda: None,
+) -> Groups:
+    """The groups of the rank that is watched, once all ranks are there and connected.
+
+    Raises:
+        ConnectTimeout: some never came; names them.
+        ConfigError: this rank has `told` another value than rank 0, or as `connect`.
+    """
+    rank, size, store = watch.rank, watch.world_size, watch.store
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    meet(rank, size, store, told, store.timeout_s, check=check)
+    connect(rank, size, store, pick_backend(config.backend, device.type), encryption)
+    return Groups(config.sizes_for(size), device, watch)
+
+
+@contextmanager
+def together(
+    ranks: Ranks,
+    store: GroupStore,
+    told: Mapping[str, str],
+    config: MeshConfig,
+    log: logging.Logger,
+    *,
+    node: str,
+    device: torch.device,
+    encryption: Encryption = "auto",
+    look: Callable[[], Failure | None] = lambda: None,
+    on_failure: Callable[[Failure], None] = lambda _: None,
+    check: Callable[[], None] = lambda: None,
+) -> Iterator[Groups]:
+    """This rank's groups, once all ranks are there; they watch each other within the block.
+
+    `node` is this machine's name, by which others name it; `look` and `on_failure` are as of a `Watch`, and
+    `check` raises what ends the waiting for others.
+
+    Raises:
+        ConnectTimeout, ConfigError: as `joined`.
+        PeerLost: another rank failed first, which is named.
+    """
+    rank, size = ranks.here.start, ranks.world_size
+    watch = Watch(
+        store,
+        rank,
+        size,
+        log,
+        node=node,
+        hang_timeout_s=config.hang_timeout_s,
+        hang_remedy=TAKES_LONGER,
+        look=look,
+        on_failure=on_failure,
+    )
+    with watch.watched(), lost_named():
+        yield joined(watch, told, config, device=device, encryption=encryption, check=check)
+    part(rank, size, store)
 
 
 def _told(text: bytes) -> dict[str, str]:
@@ -284,7 +335,7 @@ def _check_not_one_a_node(world_size: int, missing: set[int]) -> None:
 
 
 def connect(
-    rank: int, ranks: Ranks, meeting: Meeting, backend: str, encryption: Encryption
+    rank: int, world_size: int, store: GroupStore, backend: str, encryption: Encryption
 ) -> None:
     """Make the process group: over the loopback, or the interface on which this rank reaches the others.
 
@@ -292,9 +343,8 @@ def connect(
         ConfigError: ranks are on several machines, between which a backend encrypts nothing, and the
             configuration does not say that this is right.
     """
-    store = meeting.store
-    store.set(f"at/{rank}", json.dumps(meeting.addresses))
-    ways = [WAYS.validate_json(store.get(f"at/{each}")) for each in range(ranks.world_size)]
+    store.set(f"at/{rank}", json.dumps(store.addresses))
+    ways = [WAYS.validate_json(store.get(f"at/{each}")) for each in range(world_size)]
     is_local = all(stays_here(way) for way in ways)
     if not is_local:
         check_unencrypted(encryption)
@@ -302,7 +352,7 @@ def connect(
     if name is not None:
         use_interface(name, is_only=is_local)
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=ranks.world_size, timeout=STEP_TIMEOUT
+        backend, store=store, rank=rank, world_size=world_size, timeout=STEP_TIMEOUT
     )
 
 

@@ -1,12 +1,12 @@
 """A rank as a process: its configuration, its device, its log, and its part of the run."""
 
 import json
-import logging
 import os
 import platform
 import signal
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import MutableMapping
+from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,10 +14,10 @@ import torch
 import smolcluster
 from smolcluster.algorithms.Mesh import loop
 from smolcluster.algorithms.Mesh.config import MeshConfig, pick_backend
-from smolcluster.algorithms.Mesh.groups import Groups, check_torch, lost_named, own_device
-from smolcluster.algorithms.Mesh.meeting import connect, is_elsewhere, meet, open_store, part
+from smolcluster.algorithms.Mesh.groups import Groups, check_torch, own_device
+from smolcluster.algorithms.Mesh.meeting import is_elsewhere, open_store, together
 from smolcluster.algorithms.Mesh.ranks import Ranks
-from smolcluster.algorithms.Mesh.watch import Failure, Watch
+from smolcluster.algorithms.Mesh.watch import Failure, launcher_gone
 from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.algorithms.process import process_log
 from smolcluster.configs.schema import Settings
@@ -71,7 +71,7 @@ def be_rank(
     """
     rank, node = ranks.here.start, node or platform.node()
     config = settings.of(MeshConfig)
-    device, backend = device_and_backend(config, settings)
+    device = device_for(config, settings)
     num_here = int(
         os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1
     )
@@ -80,19 +80,22 @@ def be_rank(
     with process_log("rank", node, rank or None, console=console) as log:
         if rank == 0 and vocab_size is not None:
             log.logger.info("--vocab-size %d: the vocabulary is the tokenizer's", vocab_size)
-        meeting = together(
-            ranks,
-            config,
-            settings,
-            log.logger,
-            device=device,
-            backend=backend,
-            start_timeout_s=start_timeout_s,
-            launcher=launcher,
-            tells=tells,
-            node=node,
-        )
-        with meeting as groups:
+        secret = group_secret(os.environ, ranks, settings.node.secret_file)
+        with (
+            closing(open_store(rank, ranks, secret, start_timeout_s, log.logger)) as store,
+            together(
+                ranks,
+                store,
+                told(settings, config),
+                config,
+                log.logger,
+                node=node,
+                device=device,
+                encryption=settings.cluster.encryption,
+                look=partial(launcher_gone, launcher, rank, node),
+                on_failure=partial(_tell, tells),
+            ) as groups,
+        ):
             if rank == 0:
                 own_run(
                     Owner(
@@ -114,69 +117,22 @@ def be_rank(
                 _follow(settings, config, groups, log, workload)
 
 
-def device_and_backend(config: MeshConfig, settings: Settings) -> tuple[torch.device, str]:
-    """What this rank computes on, and what connects it to the others.
+def device_for(config: MeshConfig, settings: Settings) -> torch.device:
+    """What this rank computes on.
 
     Raises:
-        ConfigError: this machine cannot do that.
+        ConfigError: this machine cannot do that, or its ranks cannot be connected.
     """
     check_torch()
     local = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
     device = own_device(settings.node.device, local, "take a parameter server")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     backend = pick_backend(config.backend, device.type)
     if backend == "nccl" and config.mesh.pp > 1:
         raise ConfigError(
             f"mesh.pp is {config.mesh.pp} on NCCL, whose messages have no tags: those of a pipeline could be "
             "taken for each other: set mesh.pp to 1"
         )
-    return device, backend
-
-
-@contextmanager
-def together(
-    ranks: Ranks,
-    config: MeshConfig,
-    settings: Settings,
-    log: logging.Logger,
-    *,
-    device: torch.device,
-    backend: str,
-    start_timeout_s: float,
-    launcher: int | None = None,
-    tells: int | None = None,
-    check: Callable[[], None] = lambda: None,
-    node: str | None = None,
-) -> Iterator[Groups]:
-    """This rank's groups, once all ranks are there; they watch each other within the block.
-
-    `check` raises what ends the waiting for others; `node` is this machine's name, None: its host name.
-
-    Raises:
-        ConfigError: ranks are not of one mind.
-        ConnectTimeout: ranks are missing; names them.
-        PeerLost: another rank failed first, which is named.
-    """
-    rank = ranks.here.start
-    secret = group_secret(os.environ, ranks, settings.node.secret_file)
-    meeting = open_store(rank, ranks, secret, start_timeout_s, log)
-    watch = Watch(
-        meeting.store,
-        rank,
-        ranks.world_size,
-        log,
-        node=node or platform.node(),
-        hang_timeout_s=config.hang_timeout_s,
-        launcher=launcher,
-        on_failure=lambda failure: None if tells is None else _tell(tells, failure),
-    )
-    with closing(meeting):
-        with watch.watched(), lost_named():
-            meet(rank, ranks, meeting.store, told(settings, config), start_timeout_s, check=check)
-            connect(rank, ranks, meeting, backend, settings.cluster.encryption)
-            yield Groups(config.sizes_for(ranks.world_size), device, watch)
-        part(rank, ranks.world_size, meeting.store)
+    return device
 
 
 def group_secret(environ: MutableMapping[str, str], ranks: Ranks, file: Path | None) -> Secret:
@@ -194,7 +150,9 @@ def group_secret(environ: MutableMapping[str, str], ranks: Ranks, file: Path | N
     return cluster_secret(file, makes=makes)
 
 
-def _tell(tells: int, failure: Failure) -> None:
+def _tell(tells: int | None, failure: Failure) -> None:
+    if tells is None:
+        return
     line = " ".join(str(failure).split()).encode()[:MOST_LINE] + b"\n"  # a pipe takes so much whole
     with suppress(OSError):
         os.write(tells, line)

@@ -3,18 +3,22 @@
 A rank's part of a parameter is some of its rows and some of its columns, whoever has cut it: `tp`, `fsdp`, or
 the order in which ranks take their shares of fused rows. Of ranks that have the same elements one alone, the
 sender, tells them to rank 0. So any range of the whole is filled by each rank with what it sends, and summed.
+What rank 0 tells of a range goes to all ranks, a bucket at a time, of which each takes its part.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from smolcluster.algorithms.Mesh.groups import DIMENSIONS, Groups
 from smolcluster.algorithms.Mesh.parallel import Slot
+from smolcluster.algorithms.Mesh.trainer import MeshTrainer
 from smolcluster.training.places import meeting, shifted
+from smolcluster.training.replica import cut
 
 Ranges = Sequence[tuple[int, int]]
 """Ascending numbers: from each first one to before its last."""
@@ -87,13 +91,22 @@ class Shard:
 
 
 class Shards:
-    """This rank's parts of all parameters."""
+    """This rank's parts of all parameters.
 
-    def __init__(
-        self, slots: Sequence[Slot], layers: Sequence[tuple[str, slice]], groups: Groups
-    ) -> None:
-        """`layers`: each parameter's place in the flat weights; all ranks must make them at once."""
-        places = dict(layers)
+    Attributes:
+        num_elements: of the flat weights.
+    """
+
+    def __init__(self, trainer: MeshTrainer, layers: Sequence[tuple[str, slice]]) -> None:
+        """All ranks must make them at once.
+
+        `layers`: each parameter's place in the flat weights, which rank 0 says; others may know of none.
+        """
+        slots, groups = trainer.slots, trainer.groups
+        self._like = torch.empty(0, dtype=trainer.dtype, device=groups.device)
+        told, *_ = groups.all_told([[name, place.start, place.stop] for name, place in layers])
+        places = {name: slice(start, stop) for name, start, stop in told}
+        self.num_elements = max((place.stop for place in places.values()), default=0)
         names = groups.all_told([slot.name for slot in slots])
         seen: set[str] = set()
         self._shards = [_shard_of(slot, places[slot.name]) for slot in slots]
@@ -118,6 +131,21 @@ class Shards:
             for number, shard in enumerate(self._shards)
             if any(place.start <= shard.begin < place.stop for place in places)
         ]
+
+    def shared(
+        self, places: Sequence[slice], values: Sequence[Tensor] | None, most_elements: int
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """On every rank what rank 0 has of these places, so many elements at a time.
+
+        `values`: of each place; ranks but rank 0 have none.
+        """
+        for number, place in enumerate(places):
+            for bucket in cut(place.stop - place.start, most_elements):
+                told = self._like.new_empty(bucket.stop - bucket.start)
+                if values is not None:
+                    told.copy_(values[number][bucket])
+                dist.broadcast(told, src=0)
+                yield shifted(bucket, place.start), told
 
     def fill(self, place: slice, locals_: Mapping[int, Tensor], out: Tensor) -> None:
         """Copy to `out` (place,) what this rank sends of a place; `locals_`: local parts, by slot."""

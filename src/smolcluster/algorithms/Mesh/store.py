@@ -11,7 +11,7 @@ import logging
 import platform
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Annotated, Literal
 
@@ -76,7 +76,6 @@ GROUP_STORE = MessageSet(
 """What ranks, which dial, and rank 0 say to each other."""
 Ready = tuple[int, bytes]
 """A number and a value."""
-Call = Callable[[Ask, bytes], Ready]
 
 
 class Shelf:
@@ -128,10 +127,19 @@ class GroupStore(Store):
     does not come in time.
     """
 
-    def __init__(self, call: Call, timeout_s: float) -> None:
+    def __init__(self, end: "Host | Way", timeout_s: float) -> None:
+        """`end`: rank 0 has the values, others have a way to them; it ends with this store."""
         super().__init__()
-        self._call = call
+        self._end = end
         self.timeout_s = timeout_s
+
+    @property
+    def addresses(self) -> tuple[str, str]:
+        """From which address of this machine rank 0's is reached, and the latter."""
+        return self._end.addresses
+
+    def close(self) -> None:
+        self._end.close()
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask("set", [key], _encoded(value))
@@ -174,13 +182,15 @@ class GroupStore(Store):
         self, operation: Operation, keys: Sequence[str], value: bytes = b"", number: int = 0
     ) -> Ready:
         told = spec_of("none", "uint8", len(value), len(value))
-        return self._call(
+        return self._end(
             Ask(operation=operation, keys=tuple(keys), number=number, tensor=told), value
         )
 
 
 class Host:
     """Rank 0's side: has the values, and answers each of the other ranks in the thread that reads of it."""
+
+    addresses = ("127.0.0.1", "127.0.0.1")
 
     def __init__(
         self, addresses: Sequence[str], port: int, secret: Secret, log: logging.Logger
@@ -190,7 +200,7 @@ class Host:
         Raises:
             PortBusy, ConfigError: as `Node.listen`.
         """
-        self.shelf = Shelf()
+        self._shelf = Shelf()
         self.sessions: dict[int, Session] = {}
         self._acceptors: list[Acceptor] = []
         self.port, node, ids = port, _node(secret, log), itertools.count(1)
@@ -212,6 +222,9 @@ class Host:
         except BaseException:
             self.close()
             raise
+
+    def __call__(self, ask: Ask, value: bytes) -> Ready:
+        return self._shelf(ask, value)
 
     def close(self) -> None:
         """Let nobody in any more, and end all sessions after what is queued for them."""
@@ -246,7 +259,7 @@ class _Answering(Receiver):
                 session.cut(f"it asks question {question} where {self._num_answered} comes next")
                 return
             try:
-                number, found = self._host.shelf(message, bytes(payload))
+                number, found = self._host(message, bytes(payload))
             except ValueError as error:
                 session.cut(f"it asks for what cannot be done: {error}")
             else:

@@ -6,7 +6,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from smolcluster.algorithms.Mesh.compute import adding_up, stage_compute
@@ -67,7 +66,6 @@ class MeshTrainer:
     Attributes:
         slots: the parameters of this rank's stages.
         optimizer: steps this rank's parts of them.
-        shapes: of all parameters, by name.
         num_samples: of an epoch.
         dtype: of the weights, those of other ranks included.
         num_samples_here: that this rank has computed of the newest step.
@@ -92,7 +90,6 @@ class MeshTrainer:
         is_uncut = groups.sizes.pp == 1
         layers = num_layers(workload, may_be_one=is_uncut)
         config.check_division(
-            world_size=dist.get_world_size(),
             num_samples=train.samples_per_step,
             num_layers=layers,
         )
@@ -139,8 +136,6 @@ class MeshTrainer:
             groups,
         )
         self.scaler = LossScaler() if self._train.precision == "fp16" else None
-        everyone = groups.all_told([[slot.name, slot.shape] for slot in self.slots])
-        self.shapes = {name: tuple(shape) for told in everyone for name, shape in told}
         own = str(self.slots[0].parameter.dtype).partition(".")[2] if self.slots else ""
         dtype = next((each for each in groups.all_told(own) if each), "float32")
         self.dtype: torch.dtype = getattr(torch, dtype)
@@ -231,27 +226,6 @@ class MeshTrainer:
                 f"{self.groups.device} of rank {self.groups.rank} is out of memory: "
                 f"{first_line(raised).partition('. ')[0]}; {what_takes_less(self._config, share)}"
             ) from error
-
-    def scatter(self, whole: Callable[[str, str], Tensor], num_steps: int) -> None:
-        """Take over weights and moments, of which `whole(name, moment)` is called on rank 0 alone.
-
-        `num_steps`: what rank 0 says of the steps that were taken; 0: there are no moments yet.
-        """
-        [count] = self.groups.total(float(num_steps) if self.groups.rank == 0 else 0.0)
-        moments: list[dict[str, Tensor]] = [{} for _ in self.slots]
-        for name in sorted(self.shapes):
-            for moment in (WEIGHTS, *(self.optimizer.moment_names if count else ())):
-                tensor = torch.empty(self.shapes[name], dtype=self.dtype, device=self.groups.device)
-                if self.groups.rank == 0:
-                    tensor.copy_(whole(name, moment).view_as(tensor))
-                dist.broadcast(tensor, src=0)
-                for slot, kept in zip(self.slots, moments, strict=True):
-                    if slot.name == name and moment == WEIGHTS:
-                        slot.local.copy_(slot.part(tensor))
-                    elif slot.name == name:
-                        kept[moment] = slot.part(tensor)
-        if count:
-            self.optimizer.resume(moments, int(count))
 
     def _execute(
         self, parts: Sequence[Microbatch], scale: float, note: Callable[[Span], None] | None

@@ -10,6 +10,7 @@ answer any more, since a call of it has no timeout.
   a rank has lost a connection, `GONE_S` is enough. If no rank is silent then, that connection is named.
 * If no rank gets on for `hang_timeout_s`, or five times as long as one ever took, those are named that are
   not waiting for others.
+* A rank looks whether the processes that must be there are: its launcher, or the ranks that it has started.
 
 Whatever it was, each rank has its stacks in its log and ends within `END_S`.
 """
@@ -42,6 +43,7 @@ END_S = {True: 25.0, False: 8.0}
 SETUP_S = 1800.0
 """Before the first step, in which rank 0 may download a dataset."""
 SLOWER = 5.0
+TAKES_LONGER = "; if a step may take longer, raise hang_timeout_s (--hang-timeout)"
 MOST_STACK = 20_000
 FAILED, LOST = "failed", "lost"
 """Who has failed first; and the first rank that has lost a connection, with what it says of it."""
@@ -96,7 +98,11 @@ MOST_TOLD = 100_000
 class Judge:
     """Says from all ranks' beats which one has failed; pure but for what it remembers of them."""
 
-    def __init__(self, *, silence_s: float, hang_timeout_s: float, now: float) -> None:
+    def __init__(
+        self, *, silence_s: float, hang_timeout_s: float, now: float, remedy: str = ""
+    ) -> None:
+        """`remedy`: against a hang that is none."""
+        self._remedy = remedy
         self._silence_s, self._hang_timeout_s = silence_s, hang_timeout_s
         self._heard: dict[int, float] = {}
         self._beats: dict[int, Beat] = {}
@@ -161,13 +167,16 @@ class Judge:
         return Failure(
             rank,
             self._beats[rank].host,
-            f"no rank has got on for {now - self._moved:.0f} s ({told}); if a step may take longer, raise "
-            "hang_timeout_s (--hang-timeout)",
+            f"no rank has got on for {now - self._moved:.0f} s ({told}){self._remedy}",
         )
 
 
 class Watch:
-    """This rank's watch."""
+    """This rank's watch.
+
+    Attributes:
+        failure: who has failed first, once that is known.
+    """
 
     def __init__(
         self,
@@ -178,7 +187,8 @@ class Watch:
         *,
         node: str,
         hang_timeout_s: float,
-        launcher: int | None = None,
+        hang_remedy: str = "",
+        look: Callable[[], Failure | None] = lambda: None,
         on_failure: Callable[[Failure], None] = lambda _: None,
         leave: Callable[[int], object] = os._exit,
     ) -> None:
@@ -186,21 +196,24 @@ class Watch:
 
         Args:
             node: this rank's machine, by which others name it.
+            hang_remedy: what to do, in a message, where ranks that need longer are taken for a hang.
+            look: says of a process that must be there that it has ended; a thread calls it each second.
             on_failure: hears once who has failed first.
-            launcher: the process that must be the parent of this one while it lives; None: any.
             leave: ends the process at once.
         """
         self.rank, self.world_size, self.node = rank, world_size, node
-        self._store, self._log, self._leave = store, log, leave
+        self.store, self._log, self._leave = store, log, leave
         self._on_failure = on_failure
         self._silence_s = min(SILENCE_S, hang_timeout_s)
-        self._launcher = launcher
+        self._look = look
         self._judge = Judge(
             silence_s=self._silence_s,
             hang_timeout_s=hang_timeout_s if rank == 0 else math.inf,
             now=time.monotonic(),
+            remedy=hang_remedy,
         )
         self._num_done, self._doing, self._waits = 0, "the beginning", False
+        self._rests = False
         self._count: Callable[[], Mapping[str, Any]] = dict
         self._newest: dict[int, Beat] = {}
         self._numbers: dict[int, int] = {}
@@ -209,7 +222,7 @@ class Watch:
         self._lost: Failure | None = None
         self._said, self._is_alone = False, False
         self._over = threading.Event()
-        self._failure: Failure | None = None
+        self.failure: Failure | None = None
         self._known = threading.Event()
         self._threads = [
             threading.Thread(target=each, name=each.__name__.strip("_"), daemon=True)
@@ -220,8 +233,13 @@ class Watch:
 
     def note(self, doing: str, *, waits: bool = False) -> None:
         """The rank has got on, and now does this; `waits`: it is for other ranks."""
-        self._doing, self._waits = doing, waits
+        self._doing, self._waits, self._rests = doing, waits, False
         self._num_done += 1
+
+    def rest(self) -> None:
+        """The ranks have nothing to do until the next `note`, however long that is."""
+        self.note("waiting for what is to be done", waits=True)
+        self._rests = True
 
     def tell(self, count: Callable[[], Mapping[str, Any]]) -> None:
         """Tell rank 0 what `count` returns, values of JSON; a thread calls it each second."""
@@ -248,13 +266,11 @@ class Watch:
         try:
             yield
         except PeerLost as error:
-            self._lost = Failure(self.rank, self.node, str(error))
-            self._known.wait(2 * GONE_S)
-            self._say()
+            failure = self.first_failed(error)
             self._let_others_read()
-            if self._failure is None:
+            if failure is None:
                 raise
-            raise PeerLost(str(self._failure)) from error
+            raise PeerLost(str(failure)) from error
         except Exception as error:
             self._own = failure_of(error, self.rank, self.node)
             self._known.wait(3 * BEAT_S)  # until it is written
@@ -262,6 +278,13 @@ class Watch:
             raise
         finally:
             self.close()
+
+    def first_failed(self, error: PeerLost) -> Failure | None:
+        """Who has failed first where this rank has lost another one; None: nobody knows."""
+        self._lost = Failure(self.rank, self.node, str(error))
+        self._known.wait(2 * GONE_S)
+        self._say()
+        return self.failure
 
     def _let_others_read(self) -> None:
         """The store may end with rank 0."""
@@ -279,15 +302,16 @@ class Watch:
         number = 0
         while True:
             number += 1
+            self._num_done += self._rests
             doing = self._num_done, self._doing, self._waits
             beat = Beat(number, *doing, self.node, self._count())
-            self._store.set(_beat_key(self.rank), json.dumps(asdict(beat)))
+            self.store.set(_beat_key(self.rank), json.dumps(asdict(beat)))
             if self._lost is not None:
-                self._store.compare_set(LOST, "", json.dumps(asdict(self._lost)))
+                self.store.compare_set(LOST, "", json.dumps(asdict(self._lost)))
             if (failure := self._own or self._judged()) is not None:
-                self._store.compare_set(FAILED, "", json.dumps(asdict(failure)))
-            if self._store.check([FAILED]):
-                self._fail(told_failure(self._store.get(FAILED)))
+                self.store.compare_set(FAILED, "", json.dumps(asdict(failure)))
+            if self.store.check([FAILED]):
+                self._fail(told_failure(self.store.get(FAILED)))
                 return
             self._answered = time.monotonic()
             is_over = self._over.wait(BEAT_S if self._own is self._lost is None else 0.2)
@@ -299,30 +323,30 @@ class Watch:
         beats = {
             rank: beat
             for rank in ranks
-            if self._store.check([_beat_key(rank)])
-            and (beat := told_beat(self._store.get(_beat_key(rank)))) is not None
+            if self.store.check([_beat_key(rank)])
+            and (beat := told_beat(self.store.get(_beat_key(rank)))) is not None
         }
         for rank, beat in beats.items():
             if rank and beat.counted and beat.number != self._numbers.get(rank):
                 self._numbers[rank] = beat.number
                 self._newest[rank] = beat
-        lost = told_failure(self._store.get(LOST)) if self._store.check([LOST]) else None
+        lost = told_failure(self.store.get(LOST)) if self.store.check([LOST]) else None
         return self._judge.judge(beats, time.monotonic(), lost)
 
     def _guard(self) -> None:
-        """See by our own clock that the store answers, and that who started this process lives."""
+        """See by our own clock that the store answers, and that the processes live that must be there."""
         looked = time.monotonic()
         while not self._over.wait(BEAT_S):
             now = time.monotonic()
             if now - looked > self._silence_s / 2:  # this process was stopped, and goes on
                 self._answered = now
             looked = now
-            if self._launcher is not None and os.getppid() != self._launcher:
-                self._own = Failure(
-                    self.rank, self.node, "the process that had started it has ended"
-                )
-                self._known.wait(3 * BEAT_S)
-                self._fail(self._own)
+            if (ended := self._look()) is not None:
+                self._own = ended
+                self._known.wait(
+                    3 * BEAT_S
+                )  # until it is written, unless a rank has said why it ends
+                self._fail(ended)
             elif now - self._answered > self._patience_s:
                 self._fail(Failure(0, "", "the store, which is rank 0's, does not answer"))
             if self._known.is_set():
@@ -338,7 +362,7 @@ class Watch:
         """Let it be known here."""
         if self._known.is_set():
             return
-        self._failure = failure
+        self.failure = failure
         self._on_failure(failure)
         self._known.set()
 
@@ -346,13 +370,13 @@ class Watch:
         """Say why, and let the process end by itself if it can."""
         self._say()
         if not self._over.wait(END_S[self.rank == 0]):
-            self._log.error("%s; rank %d waits still, and is ended", self._failure, self.rank)
+            self._log.error("%s; rank %d waits still, and is ended", self.failure, self.rank)
             time.sleep(BEAT_S / 2)  # for the log
             self._leave(TryAgain.exit_code)
 
     def _say(self) -> None:
         """Once: who failed; with the stack of its error, or what this rank does where there is none."""
-        failure = self._failure
+        failure = self.failure
         if failure is None or self._said or failure is self._own:
             return
         self._said = True
@@ -381,6 +405,13 @@ def failure_of(error: BaseException, rank: int, node: str) -> Failure:
     stack = "".join(traceback.format_exception(error))[-MOST_STACK:]
     kind = "" if isinstance(error, SmolclusterError) else f"{type(error).__name__}: "
     return Failure(rank, node, kind + " ".join(str(error).split()), stack)
+
+
+def launcher_gone(launcher: int | None, rank: int, node: str) -> Failure | None:
+    """Whether the process `launcher`, which has started this rank, has ended; None: nobody must be there."""
+    if launcher is None or os.getppid() == launcher:
+        return None
+    return Failure(rank, node, "the process that had started it has ended")
 
 
 def stacks() -> str:

@@ -16,10 +16,11 @@ from smolcluster.configs.schema import MeshSizes
 from smolcluster.errors import ConfigError
 
 
-def check(mesh: dict[str, int], world_size: int = 8, **keys: Any) -> None:
+def check(mesh: dict[str, int], **keys: Any) -> None:
     num_layers, num_samples = keys.pop("num_layers", 8), keys.pop("num_samples", 64)
     config = MeshConfig.model_validate({"mesh": mesh, **keys})
-    config.check_division(world_size=world_size, num_samples=num_samples, num_layers=num_layers)
+    config.check_division(num_samples=num_samples, num_layers=num_layers)
+    assert config.sizes_for(8) == config.mesh
 
 
 @pytest.mark.parametrize(

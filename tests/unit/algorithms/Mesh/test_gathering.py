@@ -10,21 +10,13 @@ import torch
 import torch.distributed as dist
 
 from peers import DEADLINE_S
-from smolcluster.algorithms.Mesh import gathering
 from smolcluster.algorithms.Mesh.gathering import StateGathering
 from smolcluster.algorithms.Mesh.shards import Shard
 from smolcluster.algorithms.Mesh.trainer import WEIGHTS
 from waiting import eventually
 
-
-class Shards:
-    """Rank 1 of 2 sends two parameters; rank 0, which this is, has none of them."""
-
-    def __init__(self, *_: object) -> None:
-        self.sent: dict[int, object] = {}
-
-
 SENT: list[list[Any]] = [[0, 4, 2, [[0, 2]], [[0, 2]]], [4, 3, 1, [[0, 3]], [[0, 1]]]]
+"""Rank 1 of 2 sends two parameters; rank 0 has none of them."""
 
 
 class Wire:
@@ -46,7 +38,6 @@ class Wire:
 @pytest.fixture
 def wire(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
     own = Wire()
-    monkeypatch.setattr(gathering, "Shards", Shards)
     monkeypatch.setattr(dist, "new_group", lambda **_: None)
     monkeypatch.setattr(dist, "recv", own.recv)
     yield own
@@ -55,11 +46,12 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
 
 def rank_0() -> StateGathering:
     groups = SimpleNamespace(rank=0, all_told=lambda own: [own, SENT])
+    nothing: Any = SimpleNamespace(sent={})
     optimizer = SimpleNamespace(num_steps=0)
     trainer: Any = SimpleNamespace(
         groups=groups, slots=[], optimizer=optimizer, dtype=torch.float32
     )
-    return StateGathering(trainer, [])
+    return StateGathering(trainer, nothing)
 
 
 def test_who_waits_is_told_of_progress_and_has_all_then(wire: Wire) -> None:
@@ -114,22 +106,21 @@ def test_a_process_that_ends_at_once_waits_for_no_rank(wire: Wire) -> None:
 def test_what_is_sent_is_that_of_the_step_though_the_weights_change_meanwhile(
     monkeypatch: pytest.MonkeyPatch, wire: Wire
 ) -> None:
-    own, local, sent = Shards(), torch.ones(2, 2), list[torch.Tensor]()
-    own.sent = {0: Shard(*SENT[0])}
+    local, sent = torch.ones(2, 2), list[torch.Tensor]()
+    own: Any = SimpleNamespace(sent={0: Shard(*SENT[0])})
 
     def send(tensor: torch.Tensor, **_: object) -> None:
         assert wire.may_arrive.acquire(timeout=DEADLINE_S)
         sent.append(tensor.clone())
 
-    monkeypatch.setattr(gathering, "Shards", lambda *_: own)
     monkeypatch.setattr(dist, "send", send)
     trainer: Any = SimpleNamespace(
-        groups=SimpleNamespace(rank=1, all_told=lambda _: [[], SENT[:1]]),
+        groups=SimpleNamespace(rank=1, all_told=lambda told: [[], told]),
         slots=[SimpleNamespace(local=local)],
         optimizer=SimpleNamespace(num_steps=0, moments=lambda _: {}),
         dtype=torch.float32,
     )
-    part = StateGathering(trainer)
+    part = StateGathering(trainer, own)
     part.begin()
     local.fill_(2)
     wire.may_arrive.release()

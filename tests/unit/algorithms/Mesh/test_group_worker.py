@@ -1,23 +1,16 @@
 """What is decided of a mesh that is one worker before any rank is there, and when one has ended."""
 
 import signal
-import subprocess
-import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from smolcluster.algorithms.Mesh.group_rank import is_of_another
-from smolcluster.algorithms.Mesh.group_worker import (
-    is_stopped,
-    loss_of,
-    mesh_for,
-    patience_s,
-)
+from smolcluster.algorithms.Mesh.group_worker import Group, mesh_for
+from smolcluster.algorithms.Mesh.watch import Failure
 from smolcluster.configs.schema import MeshSizes
-from smolcluster.errors import RANK_LOST, ConfigError, UserCodeError
+from smolcluster.errors import DEVICE_FAILED, RANK_LOST, ConfigError, PeerLost
 from smolcluster.utils.bugs import EXIT_CODE as BUG
-from smolcluster.utils.user_code import user_code
-from waiting import DEADLINE_S, eventually
 
 
 @pytest.mark.parametrize(
@@ -50,48 +43,20 @@ def test_a_batch_that_cannot_be_divided_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("code", "words", "exit_code"),
+    ("code", "exit_code"),
     [
-        (-signal.SIGKILL, "rank 1 of the 2 of this worker was ended by SIGKILL", RANK_LOST),
-        (BUG, "ended with code 70", RANK_LOST),
-        (2, "ended with code 2", 2),
+        (2, 2),
+        (-signal.SIGKILL, RANK_LOST),
+        (BUG, RANK_LOST),
+        (DEVICE_FAILED, RANK_LOST),
+        (PeerLost.exit_code, RANK_LOST),
+        (None, RANK_LOST),
     ],
 )
 def test_a_rank_that_says_why_it_ends_is_not_started_again(
-    code: int, words: str, exit_code: int
+    code: int | None, exit_code: int
 ) -> None:
-    loss = loss_of(1, 2, code)
-    assert words in str(loss)
+    group: Any = SimpleNamespace(others=SimpleNamespace(code_of=lambda _: code))
+    loss = Group._loss(group, Failure(1, "gpubox", "it is gone"))
+    assert "rank 1 on gpubox failed first: it is gone" in str(loss)
     assert loss.exit_code == exit_code
-
-
-def test_an_order_has_a_deadline_by_what_orders_took() -> None:
-    assert patience_s(0.0) == 600
-    assert patience_s(0.1) == 30
-    assert patience_s(8.0) == 80
-
-
-def test_a_stopped_rank_is_told_from_one_that_runs_or_has_ended() -> None:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        try:
-            assert not is_stopped(child.pid)
-            child.send_signal(signal.SIGSTOP)
-            eventually(lambda: is_stopped(child.pid))
-        finally:
-            child.kill()
-            child.wait(DEADLINE_S)
-    assert not is_stopped(child.pid)
-
-
-@pytest.mark.parametrize(
-    ("said", "expected"),
-    [("[…/gloo/transport/tcp/pair.cc:545] Read error", True), ("shapes do not fit", False)],
-)
-def test_what_a_backend_says_within_the_model_is_no_error_of_the_users_code(
-    said: str, expected: bool
-) -> None:
-    with pytest.raises(UserCodeError) as caught, user_code("backward of the model"):
-        raise RuntimeError(said)
-    assert is_of_another(caught.value) is expected
-    assert is_of_another(RuntimeError(said)) is expected
-    assert is_of_another(BrokenPipeError())

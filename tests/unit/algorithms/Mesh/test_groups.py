@@ -1,5 +1,8 @@
 """What all ranks must agree on."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,8 +14,9 @@ from torch.utils.data import DataLoader
 from own_workloads import normed
 from smolcluster.algorithms.Mesh import groups
 from smolcluster.algorithms.Mesh.groups import Groups, compare, lost_named, own_device
-from smolcluster.errors import ConfigError, PeerLost, Rejected
+from smolcluster.errors import ConfigError, PeerLost, Rejected, UserCodeError
 from smolcluster.training.workload import Workload
+from smolcluster.utils.user_code import user_code
 
 SEED = 7
 
@@ -118,7 +122,16 @@ def test_a_device_that_ranks_cannot_use_is_refused(monkeypatch: pytest.MonkeyPat
         ),
     ],
 )
-def test_what_a_backend_says_of_a_connection_is_passed_on(error: Exception, said: str) -> None:
-    with pytest.raises(PeerLost) as lost, lost_named():
+@pytest.mark.parametrize("around", [nullcontext, partial(user_code, "backward of the model")])
+def test_what_a_backend_says_of_a_connection_is_passed_on(
+    error: Exception, said: str, around: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """As the user's code may be what waits for another rank."""
+    with pytest.raises(PeerLost) as lost, lost_named(), around():
         raise error
     assert str(lost.value) == f"its connection to another rank is lost ({said})"
+
+
+def test_an_error_of_the_users_code_is_none_of_a_connection() -> None:
+    with pytest.raises(UserCodeError), lost_named(), user_code("backward of the model"):
+        raise RuntimeError("shapes do not fit")

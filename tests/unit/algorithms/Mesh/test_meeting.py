@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, TCPStore
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistStoreError
 
 from faults.proxy import Fault, FaultProxy, Point, nothing
 from harness import free_port
 from smolcluster.algorithms.Mesh import meeting
 from smolcluster.algorithms.Mesh.meeting import (
-    Meeting,
     connect,
     interface_of,
     is_elsewhere,
@@ -31,7 +30,7 @@ from smolcluster.algorithms.Mesh.meeting import (
     use_interface,
 )
 from smolcluster.algorithms.Mesh.ranks import Ranks
-from smolcluster.algorithms.Mesh.store import Answer, Ask, GroupStore
+from smolcluster.algorithms.Mesh.store import Answer, Ask, GroupStore, Host
 from smolcluster.algorithms.Mesh.watch import FAILED
 from smolcluster.configs.checks import check_unencrypted
 from smolcluster.errors import AuthError, ConfigError, ConnectTimeout, PortBusy
@@ -49,18 +48,18 @@ def ranks(world_size: int, port: int, address: str = HERE) -> Ranks:
 
 
 @pytest.fixture
-def opened() -> Iterator[list[Meeting]]:
-    made: list[Meeting] = []
+def opened() -> Iterator[list[GroupStore]]:
+    made: list[GroupStore] = []
     yield made
     for each in reversed(made):
         each.close()
 
 
 @pytest.fixture
-def open_store(opened: list[Meeting]) -> Callable[..., GroupStore]:
+def open_store(opened: list[GroupStore]) -> Callable[..., GroupStore]:
     def open_(rank: int, there: Ranks, timeout_s: float, secret: Secret = SECRET) -> GroupStore:
         opened.append(meeting.open_store(rank, there, secret, timeout_s, LOG))
-        return opened[-1].store
+        return opened[-1]
 
     return open_
 
@@ -70,7 +69,7 @@ def test_ranks_that_never_come_are_named(open_store: Callable[..., GroupStore]) 
     store = open_store(0, there, DEADLINE_S)
     store.set("here/2", "{}")
     with pytest.raises(ConnectTimeout, match="ranks 1, 3 of 4 are missing"):
-        meet(0, there, store, {}, 0.1)
+        meet(0, 4, store, {}, 0.1)
 
 
 @pytest.mark.parametrize(("first", "told"), [({0, 4}, "--nproc-per-node 4"), ({0, 1}, "missing")])
@@ -86,7 +85,7 @@ def test_nodes_that_have_started_one_rank_each_are_told_the_flag(
     for rank in first:
         store.set(f"here/{rank}", "{}")
     with pytest.raises((ConfigError, ConnectTimeout), match=told):
-        meet(0, there, store, {}, 1.0)
+        meet(0, 8, store, {}, 1.0)
 
 
 def test_rank_0_of_another_machine_is_refused() -> None:
@@ -174,13 +173,13 @@ class Before:
     def __init__(self, agent: TCPStore) -> None:
         self.there = ranks(2, agent.port)
         self.rank_0 = meeting.open_store(0, self.there, SECRET, DEADLINE_S, LOG)
-        self.rank_0.store.set("old", "1")
+        self.rank_0.set("old", "1")
 
     def rank_1_comes(self) -> None:
         meeting.open_store(1, self.there, SECRET, DEADLINE_S, LOG).close()
 
     def fails(self) -> None:
-        self.rank_0.store.set(FAILED, "{}")
+        self.rank_0.set(FAILED, "{}")
 
     def ends(self) -> None:
         self.rank_0.close()
@@ -279,9 +278,9 @@ def test_ranks_of_one_machine_are_connected_on_its_loopback_alone(
     monkeypatch.setattr(os, "environ", environ)
     monkeypatch.setattr(meeting, "_addresses", lambda: {HERE: "lo", HEAD: "eth0"})
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
-    store: Any = HashStore()
-    store.set("at/1", json.dumps([HERE, HERE]))
-    connect(0, ranks(2, 1, "localhost"), Meeting(store), "gloo", "auto")
+    with closing(GroupStore(Host([HERE], 0, SECRET, LOG), 1.0)) as store:
+        store.set("at/1", json.dumps([HERE, HERE]))
+        connect(0, 2, store, "gloo", "auto")
     assert environ == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 
 
@@ -290,10 +289,11 @@ def test_a_rank_whose_store_is_gone_at_a_good_end_ends_well(
 ) -> None:
     asked: list[str] = []
 
-    def lost(ask: Ask, _: bytes) -> tuple[int, bytes]:
+    def lost(ask: Ask, _: bytes) -> Any:
         asked.append(ask.operation)
         raise DistStoreError("rank 0, which has the store, is lost")
 
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    part(1, 2, GroupStore(lost, 1.0))
+    end: Any = lost
+    part(1, 2, GroupStore(end, 1.0))
     assert asked == ["set"]

@@ -44,7 +44,7 @@ def test_a_file_of_eight_workers_is_taken_as_it_is(tmp_path: Path) -> None:
     config = MeshConfig.model_validate(
         {"mesh": {"tp": 2, "pp": 4}, "sharding": written(tmp_path, FOUR)}
     )
-    config.check_division(world_size=8, num_samples=32, num_layers=8)
+    config.check_division(num_samples=32, num_layers=8)
     assert list(config.cut(8, 4)) == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
 
 
@@ -118,7 +118,7 @@ def test_a_file_of_other_sizes_is_refused(tmp_path: Path) -> None:
         {"mesh": {"tp": 4, "pp": 2}, "sharding": written(tmp_path, FOUR)}
     )
     with pytest.raises(ConfigError, match=r"set mesh.tp to 2 and mesh.pp to 4"):
-        config.check_division(world_size=8, num_samples=32, num_layers=8)
+        config.check_division(num_samples=32, num_layers=8)
 
 
 def test_machines_are_told_what_the_file_holds(tmp_path: Path) -> None:

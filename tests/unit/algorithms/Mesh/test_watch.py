@@ -3,8 +3,9 @@
 import json
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ def beat(number: int, num_done: int, doing: str = "F0 of stage 0", *, waits: boo
 
 
 def judge() -> Judge:
-    return Judge(silence_s=60, hang_timeout_s=300, now=0)
+    return Judge(silence_s=60, hang_timeout_s=300, now=0, remedy="; raise it")
 
 
 def test_a_mesh_that_gets_on_is_left_alone() -> None:
@@ -71,6 +72,7 @@ def test_of_a_mesh_that_hangs_the_rank_is_named_that_waits_for_nobody() -> None:
     assert found is not None
     assert (second, found.rank) == (22 + 301, 1)
     assert all(f"rank {rank}: " in found.reason for rank in range(3))
+    assert found.reason.endswith("; raise it")
 
 
 def test_steps_that_take_long_are_no_hang() -> None:
@@ -131,7 +133,10 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def watches(
-    store: Any, *ranks: int, hang_timeout_s: float = DEADLINE_S
+    store: Any,
+    *ranks: int,
+    hang_timeout_s: float = DEADLINE_S,
+    look: Callable[[], Failure | None] = lambda: None,
 ) -> Iterator[tuple[list[Watch], list[Failure], list[int]]]:
     """Watches of these ranks, the failures that they report, and the exit codes by which they leave."""
     told: list[Failure] = []
@@ -142,6 +147,7 @@ def watches(
             *(store, rank, 2, log),
             node="a",
             hang_timeout_s=hang_timeout_s,
+            look=look,
             on_failure=told.append,
             leave=left.append,
         )
@@ -238,6 +244,38 @@ def test_a_store_that_is_lost_ends_the_rank_soon(monkeypatch: pytest.MonkeyPatch
     with watches(Lost(), 1) as (_, told, left):
         eventually(lambda: left == [PeerLost.exit_code])
         assert [failure.rank for failure in told] == [0]
+
+
+def test_a_process_that_must_be_there_is_named_when_it_has_ended() -> None:
+    ended = Failure(1, "a", "it was ended by SIGKILL")
+    with watches(Memory(), 0, 1, look=lambda: ended) as (_, told, left):
+        eventually(lambda: left == [PeerLost.exit_code] * 2)
+        assert told == [ended, ended]
+
+
+def test_what_a_rank_has_said_of_its_end_is_told_of_it() -> None:
+    store = Memory()
+    store.set("failed", json.dumps(asdict(Failure(1, "a", "train.bin is damaged"))))
+    with watches(store, 0, look=lambda: Failure(1, "a", "it ended with code 3")) as (_, told, _):
+        eventually(lambda: told)
+        assert told[0].reason == "train.bin is damaged"
+
+
+def test_ranks_that_rest_do_not_hang() -> None:
+    store = Memory()
+
+    def num_done() -> int:
+        told = store.values.get("beat/0")
+        return int(json.loads(told)["num_done"]) if told else 0
+
+    with watches(store, 0) as (made, _, _):
+        made[0].rest()
+        eventually(lambda: num_done() > 5)
+        made[0].note("F0 of stage 0")
+        eventually(lambda: b"F0" in store.values["beat/0"])
+        before = store.values["beat/0"]
+        eventually(lambda: store.values["beat/0"] != before)
+        assert num_done() == json.loads(before)["num_done"]
 
 
 def test_a_good_end_is_told_nobody() -> None:
