@@ -37,6 +37,7 @@ class Tail:
         self._max_nbytes = max_piece_nbytes
         self._on_restart = on_restart
         self._is_inside = False
+        self._inode = 0
 
     @classmethod
     def newest(
@@ -53,7 +54,8 @@ class Tail:
         """Lines that are new and whole, a piece of the file at most; none when all are read.
 
         Of a line that is longer than a piece the beginning is handed out. A file that has become shorter is
-        read from its beginning; one that cannot be read is empty.
+        read from its beginning; if it was rotated, what it was before is read to its end first. One that
+        cannot be read is empty.
         """
         data = self._read()
         end = data.rfind(b"\n") + 1
@@ -72,13 +74,26 @@ class Tail:
     def _read(self) -> bytes:
         try:
             with self.path.open("rb") as file:
-                if file.seek(0, os.SEEK_END) < self.offset:
+                facts = os.fstat(file.fileno())
+                if facts.st_size < self.offset:
+                    if rest := self._rest():
+                        return rest
                     self.offset, self._is_inside = 0, False
                     self._on_restart()
+                self._inode = facts.st_ino
                 file.seek(self.offset)
                 return file.read(self._max_nbytes)
         except OSError:
             return b""
+
+    def _rest(self) -> bytes:
+        """What a file that was rotated since the last look has after that, to the end of a line."""
+        with suppress(OSError), self.path.with_name(f"{self.path.name}.1").open("rb") as file:
+            if os.fstat(file.fileno()).st_ino == self._inode:
+                file.seek(self.offset)
+                data = file.read(self._max_nbytes)
+                return data[: data.rfind(b"\n") + 1]
+        return b""
 
     def _beginning(self, data: bytes) -> list[Line]:
         """The first piece of a long line; nothing for its other pieces."""

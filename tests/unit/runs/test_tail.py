@@ -49,3 +49,28 @@ def test_a_file_that_became_shorter_is_read_anew(tmp_path: Path) -> None:
     tail.poll()
     path.write_bytes(b"new\n")
     assert tail.poll() == [Line(0, b"new")]
+
+
+def test_of_a_file_that_was_rotated_the_rest_comes_before_the_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"first\nsecond\n")
+    tail = Tail(path)
+    tail.poll()
+    with path.open("ab") as file:
+        file.write(b"before it was rotated\n")
+    path.rename(tmp_path / "log.1")
+    assert tail.poll() == []
+    path.write_bytes(b"new\n")
+    assert [*texts(tail.poll()), *texts(tail.poll()), *texts(tail.poll())] == [
+        *(b"before it was rotated", b"new")
+    ]
+
+
+def test_a_file_of_before_that_was_not_read_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    (tmp_path / "log.1").write_bytes(b"much older than what was read\n")
+    path.write_bytes(b"first\nsecond\n")
+    tail = Tail(path)
+    tail.poll()
+    path.write_bytes(b"new\n")
+    assert texts(tail.poll()) == [b"new"]
