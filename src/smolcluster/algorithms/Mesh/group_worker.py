@@ -77,7 +77,7 @@ class Group:
             leave=self._leave,
         )
         try:
-            with self._doing("start"):
+            with self._loss_named():  # nothing is noted: until then ranks may load a dataset
                 groups = joined(
                     self._watch, {}, setup.mesh, device=setup.device, check=self._check_alive
                 )
@@ -95,7 +95,8 @@ class Group:
         """
         if name == "take":
             told["places"] = ends(place for place, _ in given[0])
-        with self._doing(name):
+        self._watch.note(name)
+        with self._loss_named():
             self._say(name, told)
             return self.own.obey(name, told, *given)
 
@@ -147,14 +148,13 @@ class Group:
             raise PeerLost(failure.reason)
 
     @contextmanager
-    def _doing(self, what: str) -> Iterator[None]:
+    def _loss_named(self) -> Iterator[None]:
         """Name the rank by which what all ranks do together has failed.
 
         Raises:
             RankLost: one has ended.
         """
         self._is_within = True
-        self._watch.note(what)
         try:
             with lost_named():
                 yield
