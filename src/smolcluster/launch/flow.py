@@ -330,9 +330,10 @@ class Cluster(Site):
 
     def make_ready(self, launched: Launched, say: Say) -> RunPaths:
         machines, secret = self._machines.values(), ensure_secret(own_secret_file()).key
-        make_ready(machines, secret, say, project=self._project, sync=self.how.sync)
         asked, cluster = self.asked, self.asked.settings.cluster
-        check_links(cluster, self._machines)
+        check_links(cluster, self._machines, ())  # a port in use is told before anything is brought
+        make_ready(machines, secret, say, project=self._project, sync=self.how.sync)
+        check_links(cluster, self._machines, cluster.machines[1:])
         cluster_file = cluster_bytes(asked.cluster_file, asked.request.without)
         put_configuration(launched, cluster_file, asked.train_file.read_bytes(), self._code)
         paths = super().make_ready(launched, say)

@@ -290,7 +290,7 @@ def test_a_launch_onto_a_port_in_use_is_refused_with_a_free_one(taken: int) -> N
         machines = {name: machine_at(Host(name, name)) for name in stated.machines}
         is_refused = pytest.raises(PortBusy, match=rf"mini1 .*: port {port} is in use.* port=\d+$")
         with is_refused if port == taken else nullcontext():
-            check_links(stated, machines)
+            check_links(stated, machines, stated.workers)
 
 
 def test_the_oldest_python_is_the_projects() -> None:

@@ -2,14 +2,12 @@
 
 import socket
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness import free_port
 from smolcluster.errors import LaunchError
 from smolcluster.launch.host import Host
 from smolcluster.launch.links import (
@@ -24,7 +22,6 @@ from smolcluster.launch.links import (
     probe_script,
     read_way,
 )
-from waiting import eventually
 
 HERE = Host("mini1", None)
 MEASURE = probe_script("", "measure", "127.0.0.1", 1, "x")
@@ -211,36 +208,6 @@ def test_the_ways_to_this_machine_are_measured() -> None:
     assert all(each.is_open and each.up_mb_s > 0 and each.down_mb_s > 0 for each in links)
     assert foreign.reason == "nobody may listen there"
     assert measure(HERE, IPV4, listener, TOKEN).reason == "refused", "it has ended"
-
-
-MEASURES = """
-import sys
-from smolcluster.launch.host import Host
-from smolcluster.launch.links import listening, probe_script
-script = probe_script("", "listen", sys.argv[1], "t0", 600, "127.0.0.1")
-with listening(Host("mini1", None), script, 60.0) as found:
-    print("listens", flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_who_is_killed_while_it_measures_leaves_no_listener_behind() -> None:
-    port = free_port()
-    command = [sys.executable, "-c", MEASURES, str(port)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
-        assert launcher.stdout
-        assert launcher.stdout.readline() == b"listens\n"
-        socket.create_connection(("127.0.0.1", port)).close()
-        launcher.kill()
-
-    def is_free() -> bool:
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-        except ConnectionRefusedError:
-            return True
-        return False
-
-    eventually(is_free)
 
 
 def has_ipv6() -> bool:

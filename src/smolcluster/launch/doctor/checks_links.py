@@ -10,7 +10,7 @@ where that runs: a run's sessions will be there too.
 import json
 import secrets
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from smolcluster.configs.schema import ClusterConfig
@@ -294,8 +294,8 @@ LINK_CHECKS = (
 """While the listener waits."""
 
 
-def check_links(cluster: ClusterConfig, machines: Machines) -> None:
-    """See before a run that the server's port is free and that packets of full size reach it.
+def check_links(cluster: ClusterConfig, machines: Machines, senders: Sequence[str]) -> None:
+    """See before a run that the server's port is free, and that packets of full size reach it from `senders`.
 
     Where an MTU on the way is smaller than those of both ends, connections are made and large frames never
     arrive: a run would begin, and train nothing. What cannot be measured is left to the run to tell.
@@ -306,7 +306,7 @@ def check_links(cluster: ClusterConfig, machines: Machines) -> None:
     """
     token = secrets.token_hex(8)
     server, *others = (
-        NodeChecks(machines[each], cluster, token=token) for each in cluster.machines
+        NodeChecks(machines[each], cluster, token=token) for each in (cluster.server, *senders)
     )
 
     def look(node: NodeChecks) -> None:
