@@ -18,7 +18,7 @@ MIN_PYTHON = (3, 11)
 ABSENT = 3
 """The exit code of `environment` where the project has none."""
 
-FACTS = f"""
+SCRIPT = f"""
 fact_system() {{ echo "$(uname -s) $(uname -m)"; }}
 fact_apple_silicon() {{ sysctl -n hw.optional.arm64 2>/dev/null; }}
 fact_packages() {{
@@ -178,7 +178,7 @@ def facts_script(
     return (
         f"wanted={shlex.quote(' '.join(names))} folder={shell_path(folder)} "
         f"python={shell_path(interpreter)} secret={secret_path(secret_file)} "
-        f"exports={shlex.quote(exports)}{FACTS}"
+        f"exports={shlex.quote(exports)}{SCRIPT}"
     )
 
 
