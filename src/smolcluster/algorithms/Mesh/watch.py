@@ -25,7 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -220,7 +220,6 @@ class Watch:
         self._answered = time.monotonic()
         self._own: Failure | None = None
         self._lost: Failure | None = None
-        self._said, self._is_alone = False, False
         self._over = threading.Event()
         self.failure: Failure | None = None
         self._known = threading.Event()
@@ -283,7 +282,6 @@ class Watch:
         """Who has failed first where this rank has lost another one; None: nobody knows."""
         self._lost = Failure(self.rank, self.node, str(error))
         self._known.wait(2 * GONE_S)
-        self._say()
         return self.failure
 
     def _let_others_read(self) -> None:
@@ -292,11 +290,9 @@ class Watch:
             time.sleep(2 * BEAT_S)
 
     def _beat(self) -> None:
-        """Talk to the store until the rank is over."""
-        try:
+        """Talk to the store until the rank is over, or the store lost, as it is after a good end."""
+        with suppress(RuntimeError):
             self._talk()
-        except RuntimeError:  # the store is lost, as it is after a good end
-            self._is_alone = True
 
     def _talk(self) -> None:
         number = 0
@@ -356,32 +352,28 @@ class Watch:
     @property
     def _patience_s(self) -> float:
         """How long the store may be silent."""
-        return GONE_S if self._lost is not None or self._is_alone else self._silence_s
+        has_lost_it = not self._threads[0].is_alive()
+        return GONE_S if self._lost is not None or has_lost_it else self._silence_s
 
     def _fail(self, failure: Failure) -> None:
-        """Let it be known here."""
+        """Let it be known here; with the stack of its error, or what this rank does where there is none."""
         if self._known.is_set():
             return
         self.failure = failure
+        if (
+            failure != self._own or not failure.stack
+        ):  # its own error is what this process ends with
+            told = {"stack": failure.stack} if failure.stack else {"stacks": stacks()}
+            self._log.debug("%s", failure, extra=told)  # what ends the process says it aloud
         self._on_failure(failure)
         self._known.set()
 
     def _end(self) -> None:
-        """Say why, and let the process end by itself if it can."""
-        self._say()
+        """Let the process end by itself if it can."""
         if not self._over.wait(END_S[self.rank == 0]):
             self._log.error("%s; rank %d waits still, and is ended", self.failure, self.rank)
             time.sleep(BEAT_S / 2)  # for the log
             self._leave(TryAgain.exit_code)
-
-    def _say(self) -> None:
-        """Once: who failed; with the stack of its error, or what this rank does where there is none."""
-        failure = self.failure
-        if failure is None or self._said or failure is self._own:
-            return
-        self._said = True
-        told = {"stack": failure.stack} if failure.stack else {"stacks": stacks()}
-        self._log.debug("%s", failure, extra=told)  # what ends the process says it aloud
 
 
 def told_beat(text: bytes) -> Beat | None:

@@ -15,6 +15,7 @@ from smolcluster.algorithms.Mesh.watch import SETUP_S, Beat, Failure, Judge, Wat
 from smolcluster.errors import DataError, PeerLost
 from waiting import DEADLINE_S, eventually
 
+LOG = logging.Logger("test")
 LOST = Failure(0, "pi5", "its connection to another rank is lost")
 
 
@@ -137,11 +138,11 @@ def watches(
     *ranks: int,
     hang_timeout_s: float = DEADLINE_S,
     look: Callable[[], Failure | None] = lambda: None,
+    log: logging.Logger = LOG,
 ) -> Iterator[tuple[list[Watch], list[Failure], list[int]]]:
     """Watches of these ranks, the failures that they report, and the exit codes by which they leave."""
     told: list[Failure] = []
     left: list[int] = []
-    log = logging.Logger("test")
     made = [
         Watch(
             *(store, rank, 2, log),
@@ -170,6 +171,24 @@ def test_the_first_error_is_what_others_say_when_they_lose_a_connection() -> Non
             raise PeerLost("connection reset")
     assert {failure.rank for failure in told} == {1}
     assert "in test_the_first_error" in json.loads(store.values["failed"])["stack"]
+
+
+def test_each_rank_has_stacks_in_its_log_once_but_of_an_error_of_its_own() -> None:
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(vars(record))
+
+    records, log = list[dict[str, Any]](), logging.Logger("test")
+    log.addHandler(Kept())
+    with watches(Memory(), 0, 1, log=log) as (made, told, _):
+        with pytest.raises(DataError), made[1].watched():
+            raise DataError("train.bin is damaged")
+        eventually(lambda: len(told) == 2)
+    assert ["in test_each_rank" in each["stack"] for each in records if "stack" in each] == [True]
+    records.clear()
+    with watches(Memory(), 0, look=lambda: Failure(1, "a", "it is gone"), log=log) as (_, told, _):
+        eventually(lambda: told)
+    assert ["eventually" in each["stacks"] for each in records if "stacks" in each] == [True]
 
 
 def test_an_error_reaches_others_however_late_the_store_answers() -> None:
