@@ -287,11 +287,12 @@ class Session:
         while True:
             self._send_between()
             with self._changed:
-                if self._queued and not self._urgent and not self.is_cut:
+                has_more = self._queued or self._urgent
+                if self.is_cut or (self._is_finishing and not has_more):
+                    return False
+                if self._queued and not self._urgent:
                     self._begun = self._queued.popleft()
                     return True
-                if self.is_cut or (self._is_finishing and not self._urgent):
-                    return False
             with suppress(queue.Empty):
                 self._woken.get(timeout=max(0.0, self._beat_at - time.monotonic()))
 
@@ -309,15 +310,12 @@ class Session:
         while self._urgent:
             self.connection.send_frame(self._urgent.popleft())
         if time.monotonic() >= self._beat_at:
-            self._beat()
+            self.connection.send_frame(frame_of(self.clocks.beat(self._trouble())))
+            if report := self._report():
+                self.connection.send_frame(frame_of(report))
             self._beat_at = time.monotonic() + self._heartbeat_every_s
 
     def _wake(self) -> None:
         """Let the writer look at what has changed. It is woken once for all that has until it does."""
         if self._woken.empty():
             self._woken.put(None)
-
-    def _beat(self) -> None:
-        self.connection.send_frame(frame_of(self.clocks.beat(self._trouble())))
-        if report := self._report():
-            self.connection.send_frame(frame_of(report))

@@ -13,17 +13,19 @@ from peers import DEADLINE_S, HandledDoor, follower
 from smolcluster.errors import (
     AuthError,
     ConnectTimeout,
+    PeerLost,
     Rejected,
     RunFailed,
     VersionDiffers,
     WrongPeer,
 )
-from smolcluster.server.joining import RunOver
+from smolcluster.server.joining import RunOver, check_goes_on
 from smolcluster.wire import node
 from smolcluster.wire.connection import Connection
 from smolcluster.wire.dialling import Address
 from smolcluster.wire.handshake import refuse, reject
-from smolcluster.wire.messages import Welcome
+from smolcluster.wire.inbox import MessageReceived, SessionClosed
+from smolcluster.wire.messages import End, Goodbye, Reject, Welcome
 from smolcluster.wire.security import Secret
 
 Joining = Callable[..., "Future[tuple[Connection, Welcome]]"]
@@ -261,6 +263,14 @@ def test_a_returning_worker_hears_how_the_run_ended(
     refuse(client, code, "every sample has been applied")
     with pytest.raises(error, match="every sample"):
         future.result(DEADLINE_S)
+
+
+def test_only_its_server_ends_what_a_process_takes_part_in() -> None:
+    said = (Goodbye(reason="stopped"), End(ok=True, sentence=""), Reject(code="over", sentence=""))
+    for event in (*(MessageReceived(1, each) for each in said), SessionClosed(1, "cut")):
+        check_goes_on(event, "the server")
+    with pytest.raises(PeerLost, match="the server has left: stopped"):
+        check_goes_on(MessageReceived(0, said[0]), "the server")
 
 
 def test_a_server_that_breaks_off_is_asked_again(
