@@ -89,7 +89,6 @@ def handshake_and_steps() -> list[m.Message]:
         m.State(incarnation="0123abcd", version=4, bucket=0, num_buckets=1, tensor=tensor(64)),
         m.Heartbeat(sent_at=1.0),
         m.Goodbye(reason="done"),
-        m.Fault(code="non-finite", sentence="the dataset differs"),
         m.End(ok=True, sentence="the run is over"),
         m.Reduced(version=4, bucket=0, num_buckets=4, tensor=tensor(16)),
         m.Commit(version=4, num_samples=96, clip=0.5, learning_rate=1e-3, tensor=tensor(32)),

@@ -39,7 +39,6 @@ from smolcluster.wire.dialling import Address
 from smolcluster.wire.inbox import Event, Inbox, MessageReceived, SessionClosed
 from smolcluster.wire.messages import (
     FROM_SERVER,
-    Fault,
     Goodbye,
     LeaseKey,
     Message,
@@ -441,11 +440,11 @@ def measure_speed(training: TrainingContext, batch_size: int) -> float:
 
 
 def _close_message(error: Exception) -> Message:
-    """What the server is told; from a Fault it concludes whether the run has failed."""
+    """What the server is told; from a fault it concludes whether the run has failed."""
     error = device_error(error) or error
     if isinstance(error, NonFiniteLoss):
-        return Fault(code="non-finite", sentence=str(error))
+        return Goodbye(reason=str(error), fault="non-finite")
     if isinstance(error, UserCodeError):
-        return Fault(code="user-code", sentence=str(error))
+        return Goodbye(reason=str(error), fault="user-code")
     what = error if isinstance(error, SmolclusterError) else f"internal error: {error!r}"
-    return Goodbye(reason=f"it cannot go on: {what}", has_failed=True)
+    return Goodbye(reason=f"it cannot go on: {what}", fault="own")

@@ -52,7 +52,6 @@ from smolcluster.wire.messages import (
     Arrived,
     Drop,
     End,
-    Fault,
     Gather,
     Goodbye,
     Hello,
@@ -404,10 +403,10 @@ class StoreLinks(ABC, Generic[Own]):
             case MessageReceived(session_id=session_id, message=Listening() as listens):
                 return self._listens(session_id, listens)
             case MessageReceived(session_id=session_id, message=Goodbye() as goodbye):
+                # of one that was lost nothing counts
+                if goodbye.fault == "non-finite" and self._of_session(session_id):
+                    raise NonFiniteLoss(goodbye.reason)
                 self._closed(session_id, goodbye.reason)
-            case MessageReceived(session_id=session_id, message=Fault() as fault):
-                if self._of_session(session_id):  # of one that was lost nothing counts
-                    raise NonFiniteLoss(fault.sentence)
         return False
 
     def _of_session(self, session_id: int) -> RemoteStore | None:

@@ -16,7 +16,7 @@ from smolcluster.runs.paths import process_title
 from smolcluster.server.process_stats import Gauge
 from smolcluster.utils.meter import Meter
 from smolcluster.wire.membership import Member
-from smolcluster.wire.messages import Logged, Ready, Telemetry
+from smolcluster.wire.messages import Goodbye, Logged, Ready, Telemetry
 from smolcluster.wire.session import Session
 
 
@@ -34,10 +34,8 @@ class Worker:
     member: Member
     session: Session | None = None
     ready: Ready | None = None
-    goodbye: str | None = None
-    """Why it leaves, once it has said so."""
-    has_failed: bool = False
-    """Whether it leaves because it cannot go on."""
+    goodbye: Goodbye | None = None
+    """What it has said when it left."""
     gauge: Gauge = field(default_factory=Gauge)
     admitted_at: float = field(default_factory=time.monotonic)
     role: str = "worker"

@@ -42,7 +42,6 @@ from smolcluster.wire.membership import (
 from smolcluster.wire.messages import (
     PS,
     End,
-    Fault,
     Goodbye,
     Logged,
     Ready,
@@ -205,10 +204,10 @@ class WorkerPool(Generic[L]):
                 yield from self._depart(event.session_id, event.reason)
             case MessageReceived(session_id, Ready() as ready):
                 yield from self._join(session_id, ready)
+            case MessageReceived(session_id, Goodbye(fault="non-finite" | "user-code") as fault):
+                self._hear_fault(session_id, fault)
             case MessageReceived(session_id, Goodbye() | Logged() as message):
                 self._hear(session_id, message)
-            case MessageReceived(session_id, Fault() as fault):
-                self._hear_fault(session_id, fault)
             case _:
                 yield event
 
@@ -262,7 +261,7 @@ class WorkerPool(Generic[L]):
                     if gone is not None and gone.ready and gone.goodbye is None:
                         self._missing.add(gone.member.worker_id)
 
-    def _hear_fault(self, session_id: int, fault: Fault) -> None:
+    def _hear_fault(self, session_id: int, fault: Goodbye) -> None:
         """A worker gives up. The others go on without it, unless the run's own code is to blame.
 
         Raises:
@@ -273,14 +272,14 @@ class WorkerPool(Generic[L]):
         if worker is None:
             return
         others = [other for other in self.workers if other is not worker and other.goodbye is None]
-        is_users = fault.code == "user-code"
+        is_users = fault.fault == "user-code"
         if not (self._missing or others) or (is_users and worker.ready):
-            sentence = f"{worker.name}: {fault.sentence}"
+            sentence = f"{worker.name}: {fault.reason}"
             if is_users:
                 raise UserCodeError(sentence, f"its traceback is in the log of {worker.name}\n")
             raise NonFiniteLoss(sentence)
-        self._log.error("%s takes part no more: %s", worker.name, fault.sentence)
-        worker.goodbye = fault.sentence
+        self._log.error("%s takes part no more: %s", worker.name, fault.reason)
+        self._hear(session_id, fault)
 
     def _hear(self, session_id: int, message: Goodbye | Telemetry | Logged) -> None:
         worker = self._workers.get(session_id)
@@ -289,7 +288,7 @@ class WorkerPool(Generic[L]):
         if not isinstance(message, Goodbye):
             self.listener.heard(worker, message)
         elif worker.goodbye is None:
-            worker.goodbye, worker.has_failed = message.reason, message.has_failed
+            worker.goodbye = message
         else:
             worker.session.cut("it said goodbye twice")
 
@@ -505,14 +504,16 @@ class WorkerPool(Generic[L]):
         worker = self._workers.pop(session_id, None)
         if worker is None:
             return
+        goodbye = worker.goodbye
         if worker.ready is None:
-            self._log.warning("%s never took part: %s", worker.name, worker.goodbye or reason)
-            if worker.goodbye is not None:
+            why = goodbye.reason if goodbye else reason
+            self._log.warning("%s never took part: %s", worker.name, why)
+            if goodbye is not None:
                 self._free(worker.member)
             return
-        if worker.goodbye is not None:
-            self._log.info("%s left: %s", worker.name, worker.goodbye)
-            self.listener.happened(WorkerLeft(**worker.who, reason=worker.goodbye), worker)
+        if goodbye is not None:
+            self._log.info("%s left: %s", worker.name, goodbye.reason)
+            self.listener.happened(WorkerLeft(**worker.who, reason=goodbye.reason), worker)
         else:
             self._missing.add(worker.member.worker_id)
             self._log.warning("%s is lost: %s", worker.name, reason)

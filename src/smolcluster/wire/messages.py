@@ -411,20 +411,14 @@ class Heartbeat(Message, kind=12):
 
 
 class Goodbye(Message, kind=13):
-    """Leaves on purpose, or because it `has_failed` and cannot go on. The server: it was stopped."""
+    """Leaves on purpose; or, with a `fault`, because it cannot go on. The server: it was stopped.
 
-    reason: Sentence
-    has_failed: bool = False
-
-
-class Fault(Message, kind=14):
-    """Client: leaves, because what it computes is not finite, or because the user's code raised an exception.
-
-    If nobody else takes part, the run has failed; also if the exception came after its Ready.
+    `non-finite`: what it computes is not finite; `user-code`: the user's code raised an exception. If nobody
+    else takes part, the run has failed; also if the exception came after a Ready. `own`: anything else.
     """
 
-    code: Literal["non-finite", "user-code"]
-    sentence: Sentence
+    reason: Sentence
+    fault: Literal["own", "non-finite", "user-code"] | None = None
 
 
 class End(Message, kind=15):
@@ -1080,7 +1074,7 @@ SESSION = MessageSet(
 """What every two peers say to each other."""
 PS = MessageSet(
     "ps",
-    from_dialler=frozenset({Ready, Push, Buffers, Pull, Skip, Telemetry, Fault, Logged}),
+    from_dialler=frozenset({Ready, Push, Buffers, Pull, Skip, Telemetry, Logged}),
     from_listener=frozenset(
         {Assignment, Served, Ack, State, Buffers, Reduced, Commit, Cancel, Park, StoreList, End}
     ),
@@ -1095,7 +1089,7 @@ ROUNDS = MessageSet(
 """What they say besides where a worker takes many steps of its own between two exchanges."""
 STORE = MessageSet(
     "store",
-    from_dialler=frozenset({Listening, Arrived, State, Reduced, Fault}),
+    from_dialler=frozenset({Listening, Arrived, State, Reduced}),
     from_listener=frozenset(
         {Slice, State, TakeMean, TakeStep, Drop, SendWeights, WorkerGone, Gather, End}
     ),

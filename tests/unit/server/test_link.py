@@ -39,7 +39,6 @@ from smolcluster.wire.handshake import refuse
 from smolcluster.wire.messages import (
     Ack,
     End,
-    Fault,
     Goodbye,
     Heartbeat,
     LeaseKey,
@@ -268,7 +267,9 @@ def test_a_worker_that_cannot_go_on_says_goodbye_and_why(
 ) -> None:
     worker = life.begin(partial(Helper, error=error))
     hand, _ = life.taken_part()
-    assert hand.hear_a(Goodbye).reason == words
+    goodbye = hand.hear_a(Goodbye)
+    assert goodbye.reason == words
+    assert goodbye.fault == (None if isinstance(error, KeyboardInterrupt) else "own")
     hand.hear_the_end()
     hand.leave()
     assert worker.failure() is error
@@ -286,8 +287,7 @@ def test_what_may_be_the_run_s_fault_is_everybodys_affair(
 ) -> None:
     worker = life.begin(partial(Helper, error=error))
     hand, _ = life.taken_part()
-    fault = hand.hear_a(Fault)
-    assert (fault.code, fault.sentence) == (code, str(error))
+    assert hand.hear_a(Goodbye) == Goodbye.model_validate({"reason": str(error), "fault": code})
     hand.leave()
     assert worker.failure() is error
 

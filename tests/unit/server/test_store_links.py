@@ -32,7 +32,7 @@ from smolcluster.wire.messages import (
     SESSION,
     STORE,
     Drop,
-    Fault,
+    Goodbye,
     HostPort,
     LeaseKey,
     Listening,
@@ -248,7 +248,7 @@ def test_a_fault_ends_the_run_unless_its_store_was_refused_or_lost() -> None:
     stores = spread()
     win, _ = ready(stores)
     second = open_session(stores, "win", 9)
-    fault = Fault(code="non-finite", sentence="the norm of bucket 3 is nan")
+    fault = Goodbye(reason="the norm of bucket 3 is nan", fault="non-finite")
     stores.handle(MessageReceived(second.session_id, fault))
     with pytest.raises(NonFiniteLoss, match="bucket 3"):
         stores.handle(MessageReceived(win.session_id, fault))

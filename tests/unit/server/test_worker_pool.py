@@ -53,7 +53,7 @@ from smolcluster.wire.acceptor import Acceptor
 from smolcluster.wire.dialling import Address
 from smolcluster.wire.handshake import refuse
 from smolcluster.wire.inbox import Call, MessageReceived, fail
-from smolcluster.wire.messages import End, Fault, Goodbye, Message, Pull, Reject, Welcome
+from smolcluster.wire.messages import End, Goodbye, Message, Pull, Reject, Welcome
 from waiting import Clock
 
 pytestmark = pytest.mark.usefixtures("short_farewell")
@@ -143,14 +143,14 @@ def test_a_worker_that_says_goodbye_has_left(house: HandledHub, parts: Parts) ->
 def test_when_all_workers_fault_at_once_the_run_has_failed(house: HandledHub) -> None:
     hands = [house.join(hello(number)) for number in (1, 2)]
     for hand in hands:  # both are still connected when the second one is heard
-        hand.say(Fault(code="non-finite", sentence="its loss is nan"))
+        hand.say(Goodbye(reason="its loss is nan", fault="non-finite"))
     with pytest.raises(NonFiniteLoss, match="loss is nan"):
         house.until(lambda: bool(departed(house)))
 
 
 def test_an_error_in_the_user_s_code_ends_the_run_whoever_else_is_there(house: HandledHub) -> None:
     first, _ = (house.join(hello(number)) for number in (1, 2))
-    first.say(Fault(code="user-code", sentence="loss (train.py:17): KeyError: 'y'"))
+    first.say(Goodbye(reason="loss (train.py:17): KeyError: 'y'", fault="user-code"))
     with pytest.raises(
         UserCodeError, match=r"worker 1 \(macbook\): loss \(train.py:17\): KeyError"
     ):
@@ -162,7 +162,7 @@ def test_before_it_takes_part_it_is_that_machine_s_where_others_train(
 ) -> None:
     house.join(hello(1))
     late = house.enter(hello(2))
-    late.say(Fault(code="user-code", sentence="data (train.py:3): FileNotFoundError"))
+    late.say(Goodbye(reason="data (train.py:3): FileNotFoundError", fault="user-code"))
     late.leave()
     house.until(lambda: any("never took part" in line for line in parts.log_lines))
     assert len(house.pool.workers) == 1

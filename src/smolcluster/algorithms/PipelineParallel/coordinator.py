@@ -275,11 +275,11 @@ class Coordinator(ABC):
         worker, member = peer.worker, peer.worker.member
         if peer.building_attempt is None:
             return
-        if worker.has_failed:
-            reason = f"{worker.name}: {worker.goodbye}"
-            self.builders.failed(member.worker_id, member.instance, reason)
-        elif worker.goodbye is None:
+        if worker.goodbye is None:
             self.builders.lost(member.worker_id, member.instance, worker.name)
+        elif worker.goodbye.fault is not None:
+            reason = f"{worker.name}: {worker.goodbye.reason}"
+            self.builders.failed(member.worker_id, member.instance, reason)
 
     def on_trouble(self, peer: Peer, ready: StageReady) -> None:
         """A stage cannot reach a neighbour, has lost it, or has too little memory."""

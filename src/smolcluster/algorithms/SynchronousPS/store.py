@@ -50,7 +50,7 @@ from smolcluster.wire.messages import (
     Commit,
     CountedPart,
     Drop,
-    Fault,
+    Goodbye,
     LeaseKey,
     Message,
     PartKey,
@@ -140,7 +140,7 @@ class Held(HeldSlice):
             try:
                 frame = self._reduction.frame(step.version, number)
             except NonFiniteLoss as error:
-                coordinator.send(Fault(code="non-finite", sentence=str(error)))
+                coordinator.send(Goodbye(reason=str(error), fault="non-finite"))
                 return
             self._reduced.append(frame)
             coordinator.send_frame(frame)

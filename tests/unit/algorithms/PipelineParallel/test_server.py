@@ -17,7 +17,7 @@ from smolcluster.errors import ClusterEmpty
 from smolcluster.server.worker import Worker
 from smolcluster.server.worker_pool import Departed, Joined
 from smolcluster.wire.membership import Member
-from smolcluster.wire.messages import HostPort, Listening, StageReady
+from smolcluster.wire.messages import Goodbye, HostPort, Listening, StageReady
 
 LISTENING = Listening(places=(HostPort(host="127.0.0.1", port=7777),))
 
@@ -63,7 +63,7 @@ class Hand(Server):
 
     def leave(self, peer: Peer, why: str | None = None) -> None:
         """It goes, and says why, or without a word."""
-        peer.worker.goodbye, peer.worker.has_failed = why, why is not None
+        peer.worker.goodbye = None if why is None else Goodbye(reason=why, fault="own")
         self.handle(Departed(peer.worker))
 
 
