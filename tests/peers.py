@@ -25,7 +25,7 @@ from smolcluster.runs.events import EventLog, read_events
 from smolcluster.server.joining import Follower
 from smolcluster.server.records import Records
 from smolcluster.server.report import Report
-from smolcluster.server.store_host import HeldSlice, StoreSetup
+from smolcluster.server.store_host import SliceHost, StoreSetup
 from smolcluster.server.worker_pool import Joined, WorkerPool
 from smolcluster.training.build import build
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
@@ -177,7 +177,7 @@ def follower(
     )
 
 
-def store_setup(held: type[HeldSlice], addresses: tuple[str, ...] | None = None) -> StoreSetup:
+def store_setup(held: type[SliceHost], addresses: tuple[str, ...] | None = None) -> StoreSetup:
     """A store's process `win`, whose coordinator is nowhere."""
     return StoreSetup(
         hello=introduce("win", sets=(SESSION, STORE)),

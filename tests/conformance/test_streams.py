@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from peers import opened, small_replica
 from smolcluster.algorithms.DiLoCo.exchange import (
+    DeltaArrived,
     DeltaReceiver,
     Encoder,
     Layout,
@@ -21,7 +22,6 @@ from smolcluster.algorithms.DiLoCo.exchange import (
 from smolcluster.algorithms.DiLoCo.fragments import Fragment
 from smolcluster.algorithms.PipelineParallel.part_copy import CopyStream, copy_frames
 from smolcluster.algorithms.SynchronousPS.members import Members
-from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.step_receiver import MeanReceiver, Means, StepReceiver
 from smolcluster.codec.base import bytes_of
 from smolcluster.codec.registry import get_codec
@@ -69,7 +69,13 @@ from smolcluster.wire.streams import (
     span_pieces,
     stream_frames,
 )
-from unit.algorithms.SynchronousPS.actors import post_of, random_gradient, reduce_step, worker_at
+from unit.algorithms.SynchronousPS.actors import (
+    post_of,
+    random_gradient,
+    reduce_step,
+    reduction_of,
+    worker_at,
+)
 
 BUCKETS = [slice(0, 4), slice(4, 8), slice(8, 10)]
 NAMES = ("weights", "exp_avg")
@@ -152,7 +158,8 @@ def change_receiver() -> Taker:
 
     def take(message: Message, payload: memoryview) -> Event | None:
         event = receiver(message, payload)
-        receiver.free(0)
+        if isinstance(event, DeltaArrived):
+            event.part.free()
         return event
 
     return take
@@ -293,7 +300,7 @@ def transfer_taker() -> Taker:
 def means(number: int) -> list[Frame]:
     """SyncPS's, in int8; the last bucket is shorter."""
     replica = small_replica()
-    reduction = Reduction(replica.buckets, "int8", replica.grads, replica.parameter_at)
+    reduction = reduction_of(replica, "int8")
     return reduce_step(reduction, replica, number + 1, [random_gradient(610, number)])
 
 

@@ -18,7 +18,7 @@ from smolcluster.server.worker import Worker
 from smolcluster.server.worker_pool import Departed, Joined
 from smolcluster.training.loop import StepTaken
 from smolcluster.wire.inbox import Event
-from smolcluster.wire.messages import Ack
+from smolcluster.wire.messages import Ack, PartKey
 
 
 class Server(LeasingServer):
@@ -51,19 +51,19 @@ class Server(LeasingServer):
             case Pushed(session_id=session_id) if session_id in self.peers:
                 self.idle.add(session_id)
                 verdict = self.dispatcher.judge(event.push.lease, session_id)
+                key = PartKey(instance=self.peers[session_id].member.instance, of=event.push.lease)
+                self.stores.take(key, event)
                 if verdict == "open":
-                    self.apply(self.peers[session_id], event)
-                event.receiver.free()
+                    self.apply(self.peers[session_id], event, key)
+                self.stores.forget(key)
                 outcome = "applied" if verdict == "open" else verdict
                 ack = Ack(lease=event.push.lease, outcome=outcome, version=self.version)
                 self.peers[session_id].live_session.send(ack)
 
-    def apply(self, worker: Worker, pushed: Pushed) -> None:
+    def apply(self, worker: Worker, pushed: Pushed, key: PartKey) -> None:
         push, samples, rate = pushed.push, Range.of(pushed.push.lease), self.learning_rate()
-        store = self.stores.own
-        store.take(pushed.gradient)
-        norm = store.norm()
-        store.step(1.0, rate)
+        norm = self.stores.norm(key)
+        self.stores.step(key, 1.0, rate)
         self.version += 1
         self.dispatcher.commit(push.lease, pushed.session_id, time.monotonic())
         self.report.contributed(worker, push.num_samples, push.mean_loss)

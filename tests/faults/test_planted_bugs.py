@@ -23,16 +23,14 @@ from smolcluster.algorithms.EDP.worker import Worker as EDPWorker
 from smolcluster.algorithms.leasing import LeasingServer
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.errors import ConnectTimeout
-from smolcluster.server.hosted_stores import HostedPush, HostedStores
 from smolcluster.server.joining import Follower
 from smolcluster.server.leases import Dispatcher, Lease, Verdict
-from smolcluster.server.store_links import NormsArrived
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
 from smolcluster.wire import connection
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.inbox import Event
-from smolcluster.wire.messages import LeaseKey, PartKey, Push, Welcome
+from smolcluster.wire.messages import LeaseKey, Push, Welcome
 
 HURRIED_S = 1.0
 """How long a run waits for what will not come, seconds."""
@@ -82,15 +80,8 @@ def test_a_push_that_counts_twice_is_found(tmp_path: Path, monkeypatch: pytest.M
         if judge(self, key, holder) != "duplicate":
             commit(self, key, holder, now)
 
-    of = HostedStores.of
-
-    def of_any(self: HostedStores, key: PartKey) -> HostedPush:
-        self.collect(key, NormsArrived(0, key, 0, 0, [[]]))  # or it has forgotten the push
-        return of(self, key)
-
     monkeypatch.setattr(Dispatcher, "judge", lenient)
     monkeypatch.setattr(Dispatcher, "commit", commit_once)
-    monkeypatch.setattr(HostedStores, "of", of_any)
     played = play("edp", tmp_path, make=Repeating)
     check_everybody_ended_well(played)
     with pytest.raises(AssertionError):

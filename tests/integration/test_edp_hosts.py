@@ -15,7 +15,7 @@ from smolcluster.algorithms.EDP.worker import Worker
 from smolcluster.configs.checks import check_algorithm
 from smolcluster.errors import ClusterEmpty, ConfigError, Rejected
 from smolcluster.server.assignment import Assigned
-from smolcluster.server.store_host import HeldSlice
+from smolcluster.server.store_host import SliceHost
 from smolcluster.training.compute import BatchLoss
 from smolcluster.wire.acceptor import SessionOpened
 from smolcluster.wire.messages import LeaseKey, Message, Reject
@@ -85,15 +85,15 @@ def test_a_worker_that_pushes_for_the_lease_of_another_is_answered_and_changes_n
 
 @pytest.mark.nightly
 def test_a_store_cannot_turn_a_worker_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened, on_worker = [], HeldSlice._on_worker
+    opened, on_worker = [], SliceHost._on_worker
 
-    def rejecting(held: HeldSlice, event: SessionOpened) -> None:
+    def rejecting(held: SliceHost, event: SessionOpened) -> None:
         opened.append(event)
         if len(opened) == 1:
             event.session.send(Reject(code="over", sentence="the run is over"))
         on_worker(held, event)
 
-    monkeypatch.setattr(HeldSlice, "_on_worker", rejecting)
+    monkeypatch.setattr(SliceHost, "_on_worker", rejecting)
     cluster, stores = start(settings_for(2), tmp_path)
     cluster.finish(cluster.worker(1), *stores)
     assert len(opened) >= 2
@@ -103,16 +103,16 @@ def test_a_store_cannot_turn_a_worker_away(tmp_path: Path, monkeypatch: pytest.M
 def test_a_store_that_lives_and_does_nothing_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_over, obey, num_told = threading.Event(), HeldSlice._obey, 0
+    is_over, obey, num_told = threading.Event(), SliceHost._obey, 0
 
-    def freezing(held: HeldSlice, message: Message, coordinator: Session) -> None:
+    def freezing(held: SliceHost, message: Message, coordinator: Session) -> None:
         nonlocal num_told
         num_told += 1
         if num_told > 20:
             is_over.wait()
         obey(held, message, coordinator)
 
-    monkeypatch.setattr(HeldSlice, "_obey", freezing)
+    monkeypatch.setattr(SliceHost, "_obey", freezing)
     settings = settings_for(2, "empty_cluster_timeout_s=1", "reconnect_timeout_s=1")
     cluster, [store] = start(settings, tmp_path)
     worker = cluster.worker(1)

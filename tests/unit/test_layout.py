@@ -227,9 +227,9 @@ class Mechanism:
 
 COORDINATION = (
     *("admit", "check_patience", "gather", "handle", "introduce", "worker_gone"),
-    *("are_silent", "collect", "close"),
+    *("are_silent", "collect", "close", "keep"),
 )
-SLICE_PROTOCOL = ("listen", "close", "handle", "_gather", "_obey", "_on_worker", "_send")
+SLICE_PROTOCOL = ("listen", "close", "handle", "_obey", "_on_worker", "_send")
 
 MECHANISMS = {
     "letting peers in": Mechanism(
@@ -275,16 +275,25 @@ MECHANISMS = {
     "a slice of the weights on a host": Mechanism(
         lambda node: extends(node, "HeldSlice"),
         {
-            "algorithms/EDP/store.py": "its rule: a step of the run's optimizer",
-            "algorithms/DiLoCo/store.py": "its rule: an outer step",
-            "algorithms/SynchronousPS/store.py": "its rule: the mean of a sum",
+            "server/hosted_stores.py": "its rule: a step of the run's optimizer",
+            "algorithms/DiLoCo/outer_links.py": "its rule: an outer step",
+            "algorithms/SynchronousPS/reduction.py": "its rule: the mean of a sum",
         },
-        "class Held(HeldSlice):\n    def _norms(self): ...",
+        "class Rule(HeldSlice):\n    def norms(self): ...",
+    ),
+    "a slice on a host of its own": Mechanism(
+        lambda node: extends(node, "SliceHost"),
+        {
+            "algorithms/EDP/store.py": "makes its slice, and takes pushes",
+            "algorithms/DiLoCo/store.py": "makes its slice, and takes changes",
+            "algorithms/SynchronousPS/store.py": "makes its slice, and takes parts that it adds up",
+        },
+        "class Held(SliceHost):\n    def _new_slice(self): ...",
     ),
     "the protocol of a slice, on its host": Mechanism(
-        lambda node: overrides(node, "HeldSlice", *SLICE_PROTOCOL),
-        {},  # a rule has none
-        "class Held(HeldSlice):\n    def _obey(self, message): ...",
+        lambda node: overrides(node, "SliceHost", *SLICE_PROTOCOL),
+        {},  # an algorithm has none
+        "class Held(SliceHost):\n    def _obey(self, message): ...",
     ),
     "the coordinator's links to slices": Mechanism(
         lambda node: extends(node, "StoreLinks"),

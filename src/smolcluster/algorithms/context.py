@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -208,14 +209,14 @@ class ServerContext(PoolContext):
             return None
         return HeldOutFeed(self.training, self.inbox, self.log, batch_size)
 
-    def hosted_stores(self) -> HostedStores:
-        """The stores of the server's weights, in this process and on other hosts.
+    def hosted_stores(self, *, mixes: bool = False) -> HostedStores:
+        """The stores of the server's weights, in this process and on other hosts; `mixes`: see there.
 
         Raises:
             ConfigError: there are several hosts, and this run needs all weights in one place.
         """
         self.settings.cluster.check_average(self.training.replica.ema_decay)
-        return self.store_links(HostedStores)
+        return self.store_links(partial(HostedStores, mixes=mixes))
 
     def store_links(self, make: Callable[..., Links]) -> Links:
         """The links to the stores on other hosts that `servers` names, if there are any.

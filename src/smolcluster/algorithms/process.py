@@ -44,7 +44,7 @@ from smolcluster.runs.paths import RunPaths, log_stem, runs_root
 from smolcluster.runs.summary import Summary
 from smolcluster.server.link import Participant, WorkerSetup, follow
 from smolcluster.server.listening import check_port, opened
-from smolcluster.server.store_host import HeldSlice, StoreSetup, hold
+from smolcluster.server.store_host import SliceHost, StoreSetup, hold
 from smolcluster.training.build import TrainingContext
 from smolcluster.utils.bugs import EXIT_CODE as BUG
 from smolcluster.utils.bugs import describe_bug
@@ -305,7 +305,7 @@ def spread_over_others(
     return None
 
 
-def hold_slice(algorithm: AlgorithmName, args: argparse.Namespace, held: type[HeldSlice]) -> None:
+def hold_slice(algorithm: AlgorithmName, args: argparse.Namespace, held: type[SliceHost]) -> None:
     """Be a store: hold a slice of the server's run."""
     settings = worker_settings(algorithm, args)
     args.node = settings.cluster.node_of(args.node)

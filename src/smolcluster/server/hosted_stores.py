@@ -1,38 +1,85 @@
-"""A run's weights on one host or several, which step by the run's optimizer: see `store_links.py`."""
+"""A run's weights on one host or several, which step by the run's optimizer: both ends of their protocol."""
 
-import math
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from smolcluster.errors import ProtocolError
 from smolcluster.server.push import Pushed
-from smolcluster.server.slices import place_of
-from smolcluster.server.store import Store, state_of
+from smolcluster.server.store import Counted, HeldSlice, Part, Store, state_of
 from smolcluster.server.store_links import StoreLinks
 from smolcluster.training.replica import Replica
-from smolcluster.wire.messages import CountedPart, PartKey, SliceRule, TakeStep
+from smolcluster.wire.messages import WEIGHTS, CountedPart, PartKey, SliceRule, TakeStep
+
+
+class OptimizerSlice(HeldSlice):
+    """Steps by the run's optimizer, along one push at a time; or, if it `mixes`, towards pushed weights."""
+
+    def __init__(
+        self,
+        store: Store,
+        all_buckets: Sequence[slice],
+        span: range,
+        incarnation: str,
+        *,
+        mixes: bool = False,
+    ) -> None:
+        super().__init__(all_buckets, span, incarnation)
+        self._store, self._mixes = store, mixes
+        self._taken: Tensor | None = None
+        """What the store has taken, and not stepped along."""
+
+    def contents(self) -> dict[str, Tensor]:
+        return {WEIGHTS: self._store.weights, **self._store.optimizer.moments}
+
+    def norms(self, _fragment: int, _bucket: int, values: Tensor) -> Sequence[Sequence[float]]:
+        self._take(values)
+        return (self._store.norms(),)
+
+    def _step_parts(
+        self, step: TakeStep, _fragment: int, _keys: Sequence[PartKey], parts: Sequence[Counted]
+    ) -> None:
+        if len(parts) != 1 or (step.learning_rate is None and not self._mixes):
+            raise ProtocolError("it wanted another step than one with a push and a learning rate")
+        [(share, values)] = parts
+        if values is not self._taken:
+            self._take(values)
+        self._taken = None
+        if step.learning_rate is None:
+            self._store.mix(share)
+        else:
+            self._store.step(step.clip, step.learning_rate, step.bound)
+
+    def _take(self, values: Tensor) -> None:
+        self._taken = values
+        if self._mixes:
+            self._store.take_difference(values)
+        else:
+            self._store.take(values)
 
 
 class HostedStores(StoreLinks[Pushed]):
     """The stores of a run whose slices step by the run's optimizer, with one push at a time."""
 
-    def __init__(self, replica: Replica, nodes: Sequence[str], **links: Any) -> None:
-        """`links`: see `StoreLinks`.
+    def __init__(
+        self, replica: Replica, nodes: Sequence[str], *, mixes: bool = False, **links: Any
+    ) -> None:
+        """`mixes`: pushes are weights, towards which a step goes; `links`: see `StoreLinks`.
 
         Raises:
             ConfigError: the replica's optimizer needs all weights in one place.
         """
         super().__init__(replica, nodes, **links)
-        replica.optimizer.part(place_of(replica.buckets, self.own_span))  # refuses what it cannot
+        self.own = OptimizerSlice(
+            Store.of(replica, self.own_span),
+            replica.buckets,
+            self.own_span,
+            self._incarnation,
+            mixes=mixes,
+        )
 
-    @cached_property
-    def own(self) -> Store:
-        """The one in this process, once a checkpoint has been restored."""
-        return Store.of(self._replica, self.own_span)
-
-    def _contents(self, place: slice) -> dict[str, Tensor]:
+    def _contents(self, place: slice) -> Mapping[str, Tensor]:
         return {name: values[place] for name, values in state_of(self._replica).items()}
 
     def _rule(self, place: slice) -> SliceRule:
@@ -43,39 +90,23 @@ class HostedStores(StoreLinks[Pushed]):
         owns = (pending.own for pending in self._pending.values())
         return any(own is not None and own.session_id == session_id for own in owns)
 
-    def of(self, key: PartKey) -> "HostedPush":
-        return HostedPush(self, key)
+    def take(self, key: PartKey, pushed: Pushed) -> Pushed | None:
+        """The server's part of a push has come; see `keep`."""
+        return self.keep(key, Part(0, pushed.gradient, pushed.receiver.free), pushed)
 
-    def norms_elsewhere(self, key: PartKey) -> list[float]:
-        """Norms of a push's buckets on other hosts, in their order."""
-        return self._pending[key].others()
+    def norm(self, key: PartKey) -> float:
+        """L2 norm of a push; of weights, that of the way to them."""
+        return self._pending[key].norm()
 
-    def tell_to_step(
-        self, key: PartKey, clip: float, learning_rate: float, bound: float | None
+    def step(
+        self, key: PartKey, clip: float, learning_rate: float, bound: float | None = None
     ) -> None:
-        """Let all other stores take a step with this push."""
+        """Let all hosts take a step with a push."""
         del self._pending[key]
-        step = TakeStep(
-            parts=(CountedPart(key=key, weight=1.0),),
-            clip=clip,
-            learning_rate=learning_rate,
-            bound=bound,
-        )
-        self._tell_to_step(self._holders(0), step)
+        parts = (CountedPart(key=key, weight=1.0),)
+        self._step(TakeStep(parts=parts, clip=clip, learning_rate=learning_rate, bound=bound))
 
-
-class HostedPush(Store):
-    """The store in this process, and one push that all stores take in one step."""
-
-    def __init__(self, stores: HostedStores, key: PartKey) -> None:
-        own = stores.own
-        super().__init__(own.buckets, own.weights, own.buffer, own.optimizer)
-        self._stores, self._key = stores, key
-
-    def norm(self) -> float:
-        """L2 norm of the push: those of its buckets, in their order."""
-        return math.hypot(*self.norms(), *self._stores.norms_elsewhere(self._key))
-
-    def step(self, clip: float, learning_rate: float, bound: float | None = None) -> None:
-        self._stores.tell_to_step(self._key, clip, learning_rate, bound)
-        super().step(clip, learning_rate, bound)
+    def mix(self, key: PartKey, share: float) -> None:
+        """Go this share of the way to the weights of a push."""
+        del self._pending[key]
+        self._step(TakeStep(parts=(CountedPart(key=key, weight=share),)))

@@ -1,16 +1,19 @@
-"""Where the weights lie and what changes them: stores of one slice each.
+"""Where the weights lie and what changes them: slices, one a host.
 
 A slice is a contiguous range of the buckets that the flat parameters are cut into (Li et al. 2014, "Scaling
-distributed machine learning with the parameter server"). A store changes its own slice, by a step of its
-optimizer or towards a worker's weights, and knows no workers, leases, versions or files.
+distributed machine learning with the parameter server"). The server's process has one, and each store another
+(`store_host.py`). A `HeldSlice` keeps what workers send of it, and obeys the coordinator (`store_links.py`);
+a `Store` is one that has weights and their optimizer. They know no sessions, leases or files.
 
-Stores need one thing of each other: a gradient is clipped by the norm of the whole. Each tells one norm a
+Slices need one thing of each other: a gradient is clipped by the norm of the whole. Each tells one norm a
 bucket, and these are combined in the order of the buckets and in float64, so that the clip factor is the
-same, bit for bit, for any number of stores.
+same, bit for bit, for any number of hosts.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,11 +21,21 @@ from xxhash import xxh3_64_digest
 
 from smolcluster.codec.base import bytes_of
 from smolcluster.errors import ProtocolError
-from smolcluster.server.slices import place_of
+from smolcluster.server.slices import place_of, slice_frames
 from smolcluster.training.optimizer import STEP_COUNT, FlatOptimizer, bucket_norms
 from smolcluster.training.replica import Replica
 from smolcluster.training.torch_optimizer import Optimizer
-from smolcluster.wire.messages import WEIGHTS, OuterRule, SliceRule
+from smolcluster.wire.frames import Frame
+from smolcluster.wire.messages import (
+    WEIGHTS,
+    CountedPart,
+    OuterRule,
+    PartKey,
+    SendWeights,
+    SliceRule,
+    TakeMean,
+    TakeStep,
+)
 
 Counted = tuple[float, Tensor]
 """What a worker has sent, (n,), and how many times it counts."""
@@ -43,8 +56,164 @@ def state_of(replica: Replica) -> dict[str, Tensor]:
     return {WEIGHTS: replica.params, **replica.optimizer.moments}
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a worker has sent of a fragment, `values` (n,), as far as it belongs to a host."""
+
+    fragment: int
+    values: Tensor
+    free: Callable[[], None]
+    """The coordinator has decided on it: its worker may send more."""
+
+
+class HeldSlice(ABC):
+    """What a host holds, with the parts that workers have sent of it until the coordinator decides on them.
+
+    What is exchanged at once is a fragment, of which a slice holds some buckets or none; the only one are all
+    weights, unless a subclass says otherwise. A subclass is a rule: it says what is held, and what a step
+    makes of it. One that adds up what comes keeps no parts, and has a `take_mean` and a `drop` of its own.
+    """
+
+    def __init__(self, buckets: Sequence[slice], span: range, incarnation: str) -> None:
+        """Hold the numbers `span` of all `buckets`, of weights that began with this `incarnation`."""
+        self.span = span
+        self._buckets, self._incarnation = buckets, incarnation
+        self._parts: dict[PartKey, Part] = {}
+        """Those that wait for the coordinator's word."""
+        self._means: dict[int, tuple[Tensor, Sequence[PartKey]]] = {}
+        """By fragment: the mean that the next step takes, and whose it is."""
+        self._snapshot: tuple[int, list[Frame]] | None = None
+        """A version, and frames of the weights then."""
+
+    # its rule
+
+    @abstractmethod
+    def contents(self) -> Mapping[str, Tensor]:
+        """What the coordinator may gather, each (n,)."""
+
+    @property
+    def num_frames(self) -> int:
+        """In which all that workers are sent of the slice is sent once."""
+        return len(self.span)
+
+    def held(self, _fragment: int) -> range:
+        """The numbers of a fragment's buckets that are held here."""
+        return self.span
+
+    def norms(self, _fragment: int, _bucket: int, _values: Tensor) -> Sequence[Sequence[float]]:
+        """L2 norms by bucket of a fragment's values from a bucket on; a second row may be of the weights."""
+        raise ProtocolError("it was sent parts of a slice that keeps none")
+
+    def _step_parts(
+        self,
+        _step: TakeStep,
+        _fragment: int,
+        _keys: Sequence[PartKey],
+        _parts: Sequence[Counted],
+    ) -> None:
+        """Take a step along parts of a fragment."""
+        raise ProtocolError("it wanted a step along parts of a slice that keeps none")
+
+    def _step_means(self, _step: TakeStep, _means: Mapping[int, Tensor]) -> None:
+        """Take a step along means, by fragment, (n,) each."""
+        raise ProtocolError("it wanted a step along means of a slice that takes none")
+
+    def _fragment_frames(self, _wanted: SendWeights, _fragment: int) -> Sequence[Frame]:
+        """What leads a worker to a fragment's weights."""
+        raise ProtocolError("it wanted a fragment of a slice that has none")
+
+    def leave(self, worker: str) -> None:  # noqa: B027 - most keep nothing else of it
+        """A worker has gone; its parts are the coordinator's matter."""
+
+    # what the coordinator says
+
+    def keep(self, key: PartKey, part: Part) -> bool:
+        """All of a part is here; returns whether it is kept.
+
+        One that was sent before is freed instead: the first one may count already.
+        """
+        if key in self._parts:
+            part.free()
+            return False
+        self._parts[key] = part
+        return True
+
+    def take_mean(self, wanted: TakeMean) -> Sequence[Sequence[float]]:
+        """Have the mean of parts of a fragment ready for the next step; returns its `norms`."""
+        fragment, keys, counted = self._named(wanted.parts)
+        mean = mean_of(counted)
+        self._means[fragment] = mean, keys
+        return self.norms(fragment, self.held(fragment).start, mean)
+
+    def fragment_of(self, key: PartKey) -> int:
+        """Which fragment a part that is kept is of."""
+        return self._kept(key).fragment
+
+    def take_step(self, step: TakeStep) -> None:
+        if step.parts:
+            fragment, keys, counted = self._named(step.parts)
+            self._step_parts(step, fragment, keys, counted)
+            self._free(keys)
+            return
+        means, self._means = self._means, {}
+        self._step_means(step, {number: mean for number, (mean, _) in means.items()})
+        self._free(key for _, keys in means.values() for key in keys)
+
+    def drop(self, key: PartKey) -> None:
+        """A part is not wanted any more, nor a mean with it."""
+        self._means.pop(self._kept(key).fragment, None)
+        self._free([key])
+
+    def frames_for(self, wanted: SendWeights) -> Sequence[Frame]:
+        """What a worker is sent; all who want the weights of one version share one copy."""
+        if wanted.fragment is not None:
+            return self._fragment_frames(wanted, wanted.fragment)
+        version = wanted.version
+        if self._snapshot is None or self._snapshot[0] != version:
+            self._snapshot = version, self.frames([WEIGHTS], version)
+        return self._snapshot[1]
+
+    def frames(self, contents: Sequence[str], version: int) -> list[Frame]:
+        """Frames of these contents as they are now, at `version`.
+
+        Raises:
+            ProtocolError: the slice has not all of them.
+        """
+        now = self.contents()
+        if not set(contents) <= now.keys():
+            raise ProtocolError("it wants contents that its slice has not")
+        return slice_frames(
+            {name: now[name] for name in contents},
+            self._buckets,
+            self.span,
+            incarnation=self._incarnation,
+            version=version,
+        )
+
+    def _named(
+        self, named: Sequence[CountedPart]
+    ) -> tuple[int, Sequence[PartKey], Sequence[Counted]]:
+        """The parts of a fragment that the coordinator has named, which stay here."""
+        keys = [each.key for each in named]
+        kept = [self._kept(key) for key in keys]
+        if any(each.fragment != kept[0].fragment for each in kept):
+            raise ProtocolError("it named parts of several fragments for one step")
+        weights = [each.weight for each in named]
+        counted = list(zip(weights, (each.values for each in kept), strict=True))
+        return kept[0].fragment, keys, counted
+
+    def _kept(self, key: PartKey) -> Part:
+        if (part := self._parts.get(key)) is None:
+            raise ProtocolError("it decided on a part that has not arrived")
+        return part
+
+    def _free(self, keys: Iterable[PartKey]) -> None:
+        for key in keys:
+            self._parts.pop(key).free()
+
+
 class Store:
-    """One slice of the flat parameters, with its optimizer's state.
+    """Weights of a slice, with their optimizer's state.
 
     `buckets` are places in the flat parameters, in order and without gaps; `weights` (n,) change in place.
     """
@@ -62,10 +231,10 @@ class Store:
 
     @classmethod
     def of(cls, replica: Replica, span: range | None = None) -> "Store":
-        """The slice of a replica's weights that is in its own process: it works in the replica's own memory.
+        """A slice of a replica's weights, in the replica's own memory; `span`: the numbers of its buckets.
 
-        It is made after a checkpoint has been restored, because it counts its own steps from there. `span`:
-        the numbers of its buckets; None: all.
+        One that has not the first bucket is made after a checkpoint has been restored, because it counts its
+        own steps from there.
         """
         span = range(len(replica.buckets)) if span is None else span
         place = place_of(replica.buckets, span)

@@ -9,9 +9,8 @@
     coordinator -> Gather           everything to the coordinator
 
 It dials the coordinator, tells where it listens, and lets workers in with the same secret. What a step does
-is the matter of a subclass of `HeldSlice`, its rule: `algorithms/EDP/store.py` takes a step of an optimizer,
-`algorithms/DiLoCo/store.py` an outer one, `algorithms/SynchronousPS/store.py` adds up a mean. It decides
-nothing: what the coordinator (`store_links.py`) says comes in one order, so that the slices of all stores
+is the rule of its slice (`HeldSlice` in `store.py`), of which the coordinator has one too. It decides
+nothing: what the coordinator (`store_links.py`) says comes in one order, so that the slices of all hosts
 stand at one version whenever anybody sees them. It has no model, no data and no code of a user's. When it
 loses the coordinator it forgets its slice, and is given one when it comes back.
 
@@ -20,7 +19,7 @@ Source: Li et al. 2014, "Scaling distributed machine learning with the parameter
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -29,8 +28,8 @@ from torch import Tensor
 from smolcluster.codec.registry import get_codec
 from smolcluster.errors import PeerLost, ProtocolError, RunFailed
 from smolcluster.server.joining import Follower, RunOver, check_goes_on
-from smolcluster.server.slices import arrived, by_name, slice_frames, slice_pieces
-from smolcluster.server.store import Counted, mean_of
+from smolcluster.server.slices import arrived, by_name, slice_pieces
+from smolcluster.server.store import HeldSlice, Part
 from smolcluster.training.replica import cut
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_bytes
@@ -42,9 +41,7 @@ from smolcluster.wire.messages import (
     SESSION,
     SLICES,
     STORE,
-    WEIGHTS,
     Accepted,
-    CountedPart,
     Drop,
     Gather,
     Goodbye,
@@ -85,7 +82,7 @@ class StoreSetup(Follower):
     coordinator.
     """
 
-    held: "type[HeldSlice]"
+    held: "type[SliceHost]"
     """What becomes of the slice that it is given."""
     addresses: tuple[str, ...] | None = None
     on_run_known: Callable[[str], None] = lambda _: None
@@ -137,7 +134,7 @@ class StoreSession(Receiver):
         """What the reader has been told to collect, or has collected."""
         self._incoming: Assembler[State] | None = None
         """Puts it together until it is whole."""
-        self._held: HeldSlice | None = None
+        self._held: SliceHost | None = None
         self._coordinator = Session(
             connection,
             session_id=COORDINATOR,
@@ -265,16 +262,6 @@ def _told(given: Slice) -> tuple[int, int, int]:
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a worker has sent of a fragment, `values` (n,), as far as it belongs here."""
-
-    fragment: int
-    values: Tensor
-    free: Callable[[], None]
-    """The coordinator has decided on it: its worker may send more."""
-
-
-@dataclass(frozen=True)
 class PartArrived(Event):
     """Buckets of a fragment's part have come, from `bucket` on: `values` (m,); with the last one `part`."""
 
@@ -286,12 +273,13 @@ class PartArrived(Event):
     part: Part | None
 
 
-class HeldSlice(ABC):
+class SliceHost(ABC):
     """A slice and the workers' sessions: what a store is from the moment at which it has been given one.
 
-    It keeps what workers have sent until the coordinator decides on it, and takes the steps that that says. A
-    rule says how; one that keeps no parts has an `_on_event` and a `_take_mean` of its own.
+    A subclass makes the slice, and says what takes a worker's messages.
     """
+
+    _slice: HeldSlice
 
     def __init__(
         self,
@@ -301,63 +289,28 @@ class HeldSlice(ABC):
         given: Slice,
         values: Mapping[str, Tensor],
     ) -> None:
-        """`values` (n,) by name become the store's own memory."""
+        """`values` (n,) by name become the slice's own memory.
+
+        Raises:
+            ProtocolError: they do not fit the rule that was given.
+        """
         self._setup, self._answer, self._inbox, self._given = setup, answer, inbox, given
         self._buckets = buckets_of(given, answer.bucket_bytes)
         self._span = range(given.first, given.stop)
-        self._contents = values
         self._workers: dict[str, Session] = {}
         self._owed: dict[str, list[Frame]] = {}
         """Frames for workers whose sessions this thread has not heard of yet."""
         self._acceptor: Acceptor | None = None
         self._closed = threading.Event()
-        self._parts: dict[PartKey, Part] = {}
-        """Those that wait for the coordinator's word."""
-        self._means: dict[int, tuple[Tensor, Sequence[PartKey]]] = {}
-        """By fragment: the mean that the next step takes, and whose it is."""
-        self._snapshot: tuple[int, list[Frame]] | None = None
-        """A version, and frames of the weights then."""
+        self._slice = self._new_slice(values)
 
-    # its rule
-
-    @property
-    def _num_frames(self) -> int:
-        """In which all that workers are sent of the slice is sent once."""
-        return len(self._span)
+    @abstractmethod
+    def _new_slice(self, values: Mapping[str, Tensor]) -> HeldSlice:
+        """The slice of `_given`, in the memory of these values."""
 
     @abstractmethod
     def _receiver_for(self, session_id: int) -> Receiver:
         """What takes the messages of a worker's session."""
-
-    def _first_bucket(self, _fragment: int) -> int:
-        """The number of the first of a fragment's buckets that is held here."""
-        return self._span.start
-
-    def _norms(self, _fragment: int, _bucket: int, _values: Tensor) -> Sequence[Sequence[float]]:
-        """L2 norms by bucket of a fragment's values from a bucket on; a second row may be of the weights."""
-        raise ProtocolError("it was sent parts of a slice that keeps none")
-
-    def _step(
-        self,
-        _step: TakeStep,
-        _fragment: int,
-        _keys: Sequence[PartKey],
-        _parts: Sequence[Counted],
-    ) -> None:
-        """Take a step along parts of a fragment."""
-        raise ProtocolError("it wanted a step along parts of a slice that keeps none")
-
-    def _step_along(self, _step: TakeStep, _means: Mapping[int, Tensor]) -> None:
-        """Take a step along means, by fragment, (n,) each."""
-        raise ProtocolError("it wanted a step along means of a slice that takes none")
-
-    def _send_fragment(self, _wanted: SendWeights, _fragment: int) -> None:
-        """Send a worker what leads to a fragment's weights."""
-        raise ProtocolError("it wanted a fragment of a slice that has none")
-
-    def _now(self) -> Mapping[str, Tensor]:
-        """What the coordinator may gather, each (n,)."""
-        return self._contents
 
     # workers
 
@@ -374,7 +327,7 @@ class HeldSlice(ABC):
             sets=(SESSION, SLICES),
             inbox=self._inbox,
             admit=lambda session_id, _: (answer, self._receiver_for(session_id)),
-            max_queued=COPIES_QUEUED * self._num_frames + EXTRA_QUEUED,
+            max_queued=COPIES_QUEUED * self._slice.num_frames + EXTRA_QUEUED,
         )
         self._acceptor.open()
         return host_ports(addresses, self._acceptor.ports)
@@ -397,26 +350,10 @@ class HeldSlice(ABC):
                 self._on_worker(event)
             case SessionClosed(session_id=session_id):
                 self._forget(session_id)
-            case MessageReceived(session_id, message=WorkerGone(instance=instance)) if (
-                session_id == COORDINATOR
-            ):
-                self._on_gone(instance)
-            case MessageReceived(session_id, message=Gather() as wanted) if (
-                session_id == COORDINATOR
-            ):
-                self._gather(wanted, coordinator)
             case MessageReceived(session_id, message) if session_id == COORDINATOR:
                 self._obey(message, coordinator)
             case _:
                 self._on_event(event, coordinator)
-
-    def _gather(self, wanted: Gather, coordinator: Session) -> None:
-        now = self._now()
-        if not set(wanted.contents) <= now.keys():
-            raise ProtocolError("it wants contents that its slice has not")
-        contents = {name: now[name] for name in wanted.contents}
-        for frame in self._frames(contents, wanted.version):
-            coordinator.send_frame(frame)
 
     def _on_worker(self, opened: SessionOpened) -> None:
         instance = opened.client.hello.instance
@@ -425,10 +362,6 @@ class HeldSlice(ABC):
         self._workers[instance] = opened.session
         for frame in self._owed.pop(instance, ()):
             opened.session.send_frame(frame)
-
-    def _on_gone(self, instance: str) -> None:
-        """A worker has gone: keep nothing for it."""
-        self._owed.pop(instance, None)
 
     def _forget(self, session_id: int) -> None:
         if (instance := self._instance_of(session_id)) is not None:
@@ -447,96 +380,36 @@ class HeldSlice(ABC):
         for frame in frames:
             session.send_frame(frame)
 
-    def _frames(self, contents: Mapping[str, Tensor], version: int) -> list[Frame]:
-        return slice_frames(
-            contents,
-            self._buckets,
-            self._span,
-            incarnation=self._given.incarnation,
-            version=version,
-        )
-
-    # parts and steps
-
     def _on_event(self, event: Event, coordinator: Session) -> None:
         """Tell the norms of what has come; keep what is whole until the coordinator decides on it."""
         if not isinstance(event, PartArrived):
             return
         part, instance = event.part, self._instance_of(event.session_id)
-        key = None if instance is None else PartKey(instance=instance, of=event.of)
-        if part is not None and (key is None or key in self._parts):
-            # void, for its process has connected again; or sent twice: the first may count already
-            part.free()
+        if instance is None:  # void, for its process has connected again
+            if part is not None:
+                part.free()
             return
-        if key is None:
-            return
-        if part is not None:
-            self._parts[key] = part
-        self._tell_norms(key, event.fragment, event.bucket, event.values, coordinator)
-
-    def _take_mean(self, wanted: TakeMean, coordinator: Session) -> None:
-        fragment, keys, counted = self._named(wanted.parts)
-        mean = mean_of(counted)
-        self._means[fragment] = mean, keys
-        self._tell_norms(None, fragment, self._first_bucket(fragment), mean, coordinator)
-
-    def _drop(self, key: PartKey) -> None:
-        self._means.pop(self._held(key).fragment, None)
-        self._free([key])
-
-    def _tell_norms(
-        self,
-        key: PartKey | None,
-        fragment: int,
-        bucket: int,
-        values: Tensor,
-        coordinator: Session,
-    ) -> None:
-        norms = self._norms(fragment, bucket, values)
-        coordinator.send(*arrived(key, fragment, bucket, norms))
+        key = PartKey(instance=instance, of=event.of)
+        if part is None or self._slice.keep(key, part):
+            norms = self._slice.norms(event.fragment, event.bucket, event.values)
+            coordinator.send(*arrived(key, event.fragment, event.bucket, norms))
 
     def _obey(self, message: Message, coordinator: Session) -> None:
         match message:
-            case TakeStep(parts=()):
-                means, self._means = self._means, {}
-                self._step_along(message, {number: mean for number, (mean, _) in means.items()})
-                self._free(key for _, keys in means.values() for key in keys)
-            case TakeStep(parts=named):
-                fragment, keys, counted = self._named(named)
-                self._step(message, fragment, keys, counted)
-                self._free(keys)
+            case TakeStep():
+                self._slice.take_step(message)
             case TakeMean():
-                self._take_mean(message, coordinator)
+                if norms := self._slice.take_mean(message):
+                    fragment = self._slice.fragment_of(message.parts[0].key)
+                    first = self._slice.held(fragment).start
+                    coordinator.send(*arrived(None, fragment, first, norms))
             case Drop(key=key):
-                self._drop(key)
-            case SendWeights(instance=instance, fragment=None, version=version):
-                self._send_whole(instance, version)
-            case SendWeights(fragment=int(fragment)):
-                self._send_fragment(message, fragment)
-
-    def _send_whole(self, instance: str, version: int) -> None:
-        if self._snapshot is None or self._snapshot[0] != version:  # all share one copy
-            weights = {WEIGHTS: self._contents[WEIGHTS]}
-            self._snapshot = version, self._frames(weights, version)
-        self._send(instance, self._snapshot[1])
-
-    def _named(
-        self, named: Sequence[CountedPart]
-    ) -> tuple[int, Sequence[PartKey], Sequence[Counted]]:
-        """The parts of a fragment that the coordinator has named, which stay here."""
-        keys = [each.key for each in named]
-        held = [self._held(key) for key in keys]
-        if any(each.fragment != held[0].fragment for each in held):
-            raise ProtocolError("it named parts of several fragments for one step")
-        weights = [each.weight for each in named]
-        counted = list(zip(weights, (each.values for each in held), strict=True))
-        return held[0].fragment, keys, counted
-
-    def _held(self, key: PartKey) -> Part:
-        if (part := self._parts.get(key)) is None:
-            raise ProtocolError("it decided on a part that has not arrived")
-        return part
-
-    def _free(self, keys: Iterable[PartKey]) -> None:
-        for key in keys:
-            self._parts.pop(key).free()
+                self._slice.drop(key)
+            case SendWeights(instance=instance):
+                self._send(instance, self._slice.frames_for(message))
+            case WorkerGone(instance=instance):
+                self._owed.pop(instance, None)
+                self._slice.leave(instance)
+            case Gather(version=version, contents=contents):
+                for frame in self._slice.frames(contents, version):
+                    coordinator.send_frame(frame)

@@ -1,11 +1,11 @@
-"""The coordinator's side of stores on other machines: who they are, what they hold, and when they step.
+"""The coordinator's side of the slices of a run's weights: who holds them, and when they step.
 
-A run's buckets are cut into as many slices as there are hosts. The first belongs to the server's own process
-(with one host that is all of them), each other one to the process of a store (`store_host.py`), which has
-dialled this server. A worker sends each host its part of what it has pushed. Each host tells the norms of
-what it gets; when the server has its own part and all norms it knows the norm of the whole and decides: all
-hosts take one step along it, or drop it. What is said to a store is in one order, and obeyed in that order.
-So any number of hosts makes the same of the same parts, bit for bit.
+A run's buckets are cut into as many slices as there are hosts. The first is in the server's own process (with
+one host that is all of them), each other one in that of a store (`store_host.py`), which has dialled this
+server. A worker sends each host its part of what it has pushed. Each slice tells the norms of what it gets;
+with all of them the coordinator knows the norm of the whole and decides: all take one step along it, or drop
+it. What is said to a store is in one order, and obeyed in that order; the server's own slice obeys at once,
+while others do elsewhere. So any number of hosts makes the same of the same parts, bit for bit.
 
 What lies elsewhere is here as it was when it was gathered last, for an evaluation or a checkpoint. From that
 copy a store that was lost gets its slice back, while the others keep theirs (partial recovery: Maeng et al.,
@@ -13,11 +13,12 @@ copy a store that was lost gets its slice back, while the others keep theirs (pa
 """
 
 import logging
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,6 +39,7 @@ from smolcluster.server.slices import (
     slice_pieces,
     spans,
 )
+from smolcluster.server.store import HeldSlice, Part
 from smolcluster.training.optimizer import STEP_COUNT, FlatOptimizer
 from smolcluster.training.replica import Replica
 from smolcluster.utils.retry import Deadline
@@ -47,7 +49,6 @@ from smolcluster.wire.frames import Frame
 from smolcluster.wire.inbox import Event, MessageReceived, SessionClosed
 from smolcluster.wire.membership import Refused
 from smolcluster.wire.messages import (
-    WEIGHTS,
     Accepted,
     Arrived,
     Drop,
@@ -103,19 +104,23 @@ class NormsArrived(Event):
 
 @dataclass
 class Pending(Generic[Own]):
-    """What has arrived of a fragment: the server's own part, and by bucket the norms of the others."""
+    """What has arrived of a fragment, on all hosts: norms by bucket, and what came with the server's part."""
 
     fragment: int = 0
     own: Own | None = None
     norms: dict[int, Sequence[float]] = field(default_factory=dict)
 
-    def take(self, told: NormsArrived) -> None:
-        for number, norms in enumerate(zip(*told.norms, strict=True), told.first):
-            self.norms[number] = norms
+    def take(self, first: int, norms: Sequence[Sequence[float]]) -> None:
+        """A slice has told norms, from a bucket on: rows of one each."""
+        self.norms.update(enumerate(zip(*norms, strict=True), first))
 
-    def others(self, row: int = 0) -> list[float]:
-        """Norms elsewhere, in the order of the buckets; row 1 are those of the weights."""
+    def row(self, row: int) -> list[float]:
+        """Norms in the order of the buckets; row 1 are those of the weights."""
         return [self.norms[bucket][row] for bucket in sorted(self.norms)]
+
+    def norm(self, row: int = 0) -> float:
+        """That of the whole."""
+        return math.hypot(*self.row(row))
 
 
 class StoreReceiver(Receiver):
@@ -184,6 +189,11 @@ class RemoteStore:
     heard_at: float = 0.0
     """When it last said anything."""
 
+    def send(self, message: Message) -> None:
+        """Say something to it, if it is there."""
+        if self.session is not None:
+            self.session.send(message)
+
 
 @dataclass(frozen=True)
 class Patience:
@@ -194,12 +204,13 @@ class Patience:
 
 
 class StoreLinks(ABC, Generic[Own]):
-    """The stores of a run that are on other hosts. Only the deciding thread calls it.
+    """All slices of a run: `own`, which is in this process, and those of stores on other hosts.
 
-    What a slice holds, and how it changes, is a subclass's matter. `Own` is what comes to this process of a
-    part. What is exchanged at once is a fragment, of which each host holds some buckets or none; the only one
-    are all weights, unless a subclass says otherwise.
+    Only the deciding thread calls it. What a slice holds, and how it changes, is a subclass's matter. `Own`
+    is what comes with this process's share of a part.
     """
+
+    own: HeldSlice
 
     def __init__(
         self,
@@ -231,8 +242,8 @@ class StoreLinks(ABC, Generic[Own]):
         self._pending: dict[PartKey, Pending[Own]] = {}
         self._copied_steps = 0
         """How many steps the optimizer had taken when the slices were gathered last."""
-        self.snapshot: tuple[int, list[Frame]] | None = None
-        """A version, and frames of the server's part of the weights then."""
+        self._buffers: tuple[int, list[Frame]] | None = None
+        """A version of whole weights that were sent, and frames of the model's buffers then."""
         self._on_undone: StepsUndone
         self._on_store_lost: Callable[[], None]
 
@@ -252,7 +263,7 @@ class StoreLinks(ABC, Generic[Own]):
     # what slices hold
 
     @abstractmethod
-    def _contents(self, place: slice) -> dict[str, Tensor]:
+    def _contents(self, place: slice) -> Mapping[str, Tensor]:
         """What a slice of the flat weights holds, by name: views of what was gathered last."""
 
     def _rule(self, _place: slice) -> SliceRule | OuterRule | None:
@@ -267,9 +278,9 @@ class StoreLinks(ABC, Generic[Own]):
         """The numbers of a fragment's buckets that a store holds."""
         return store.span
 
-    def _holders(self, fragment: int) -> Collection[str]:
-        """The other hosts that hold something of a fragment."""
-        return [store.node for store in self._stores if self._held(store, fragment)]
+    def _holders(self, fragment: int | None = None) -> list[RemoteStore]:
+        """The other hosts, or those that hold something of a fragment."""
+        return [store for store in self._stores if fragment is None or self._held(store, fragment)]
 
     def _optimizer_rule(self, place: slice) -> SliceRule:
         """How the replica's optimizer steps a slice that is elsewhere.
@@ -429,7 +440,13 @@ class StoreLinks(ABC, Generic[Own]):
         store.opened_at = time.monotonic()
         session.send(self._slice_of(store))
         place = place_of(self._replica.buckets, store.span)
-        for frame in self._frames(self._contents(place), store.span, self._copied_version):
+        for frame in slice_frames(
+            self._contents(place),
+            self._replica.buckets,
+            store.span,
+            incarnation=self._incarnation,
+            version=self._copied_version,
+        ):
             session.send_frame(frame)
 
     def _slice_of(self, store: RemoteStore) -> Slice:
@@ -486,10 +503,10 @@ class StoreLinks(ABC, Generic[Own]):
             format_duration(self._patience.lost_s),
         )
 
-    def _tell(self, nodes: Collection[str], message: Message) -> None:
-        for store in self._stores:
-            if store.session is not None and store.node in nodes:
-                store.session.send(message)
+    def _tell(self, message: Message, fragment: int | None = None) -> None:
+        """Say something to the other hosts, or to those that hold something of a fragment."""
+        for store in self._holders(fragment):
+            store.send(message)
 
     # parts
 
@@ -508,30 +525,34 @@ class StoreLinks(ABC, Generic[Own]):
         store.heard_at = time.monotonic()
         return True
 
-    def collect(
-        self, key: PartKey, part: Own | NormsArrived, fragment: int = 0
-    ) -> Pending[Own] | None:
-        """Take what is known of a fragment's part; returns all when it has arrived everywhere."""
-        pending = self._pending.setdefault(key, Pending(fragment))
-        if isinstance(part, NormsArrived):
-            pending.take(part)
-        else:
-            pending.own = part
-        return pending if pending.own is not None and self._is_whole(pending) else None
+    def keep(self, key: PartKey, part: Part, of: Own) -> Own | None:
+        """What belongs to this process of a part has come; returns `of` once all of it is everywhere."""
+        pending = self._pending.setdefault(key, Pending(part.fragment))
+        pending.own, first = of, self.own.held(part.fragment).start
+        self.own.keep(key, part)
+        with self._replica.meter("apply"):
+            pending.take(first, self.own.norms(part.fragment, first, part.values))
+        return pending.own if self._has_all_norms(pending) else None
 
-    def _is_whole(self, pending: Pending[Any]) -> bool:
-        num_elsewhere = sum(len(self._held(store, pending.fragment)) for store in self._stores)
-        return len(pending.norms) == num_elsewhere
+    def collect(self, key: PartKey, told: NormsArrived) -> Own | None:
+        """A store has buckets of a part; returns as `keep`."""
+        pending = self._pending.setdefault(key, Pending(told.fragment))
+        pending.take(told.first, told.norms)
+        return pending.own if self._has_all_norms(pending) else None
+
+    def _has_all_norms(self, pending: Pending[Any]) -> bool:
+        held = (self._held(store, pending.fragment) for store in self._stores)
+        return len(pending.norms) == sum(map(len, (self.own.held(pending.fragment), *held)))
 
     def drop_part(self, told: NormsArrived) -> None:
         """Nobody waits for a part that a store has told of: it drops it when it has all of its own."""
         store = self._of_session(told.session_id)
         stop = told.first + len(told.norms[0])
         if store and told.key and stop == self._held(store, told.fragment).stop:
-            self._tell([store.node], Drop(key=told.key))
+            store.send(Drop(key=told.key))
 
-    def forget(self, key: PartKey) -> Own | None:
-        """A part is not wanted any more; returns the server's own of it.
+    def forget(self, key: PartKey) -> None:
+        """A part is not wanted any more, if it has not been decided on.
 
         What is still on its way to a store is dropped when it comes: see `drop_part`.
         """
@@ -539,16 +560,19 @@ class StoreLinks(ABC, Generic[Own]):
         for store in self._stores:
             held = self._held(store, pending.fragment)
             if held and held[-1] in pending.norms:
-                self._tell([store.node], Drop(key=key))
-        return pending.own
+                store.send(Drop(key=key))
+        if pending.own is not None:
+            self.own.drop(key)
 
     # steps
 
-    def _tell_to_step(self, nodes: Collection[str], step: TakeStep) -> None:
-        for store in self._stores:
-            if store.node in nodes and store.listens is not None:
-                store.num_steps += 1
-        self._tell(nodes, step)
+    def _step(self, step: TakeStep, fragment: int | None = None) -> None:
+        """Let all hosts take a step that hold something of a fragment; None: of any."""
+        for store in self._holders(fragment):
+            store.num_steps += store.listens is not None
+        self._tell(step, fragment)
+        with self._replica.meter("apply"):
+            self.own.take_step(step)
 
     def send_whole(self, worker: str, version: int) -> list[Frame]:
         """Let stores send a worker all weights, which are of `version`; returns the server's part of them.
@@ -556,20 +580,13 @@ class StoreLinks(ABC, Generic[Own]):
         Raises:
             NonFiniteLoss: they are ruined.
         """
-        every = [store.node for store in self._stores]
-        self._tell(every, SendWeights(instance=worker, version=version))
-        if self.snapshot is None or self.snapshot[0] != version:  # all share one copy
-            replica = self._replica
-            replica.check_weights(f"after step {version}")
-            with replica.meter("encode"):
-                weights = {WEIGHTS: replica.params[place_of(replica.buckets, self.own_span)]}
-                frames = self._frames(weights, self.own_span, version)
-                self.snapshot = version, [*self._buffer_frames(version), *frames]
-        return self.snapshot[1]
-
-    def _frames(self, contents: Mapping[str, Tensor], span: range, version: int) -> list[Frame]:
-        of = {"incarnation": self._incarnation, "version": version}
-        return slice_frames(contents, self._replica.buckets, span, **of)
+        wanted = SendWeights(instance=worker, version=version)
+        self._tell(wanted)
+        if self._buffers is None or self._buffers[0] != version:
+            self._replica.check_weights(f"after step {version}")
+            self._buffers = version, self._buffer_frames(version)
+        with self._replica.meter("encode"):
+            return [*self._buffers[1], *self.own.frames_for(wanted)]
 
     def _buffer_frames(self, version: int) -> list[Frame]:
         replica = self._replica
@@ -579,7 +596,8 @@ class StoreLinks(ABC, Generic[Own]):
 
     def worker_gone(self, instance: str) -> None:
         """Let no store keep anything for a worker that may not come."""
-        self._tell([store.node for store in self._stores], WorkerGone(instance=instance))
+        self._tell(WorkerGone(instance=instance))
+        self.own.leave(instance)
 
     def gather(self, version: int, check_stop: Callable[[], None] = lambda: None) -> bool:
         """Bring all slices into the replica, as they are now; returns False if a store is missing.

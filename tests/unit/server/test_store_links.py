@@ -4,6 +4,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -163,6 +164,13 @@ def test_a_store_that_is_ready_and_says_nothing_is_silent_until_it_speaks() -> N
     assert stores.are_silent(time.monotonic() + 700)
 
 
+def pushed(stores: HostedStores) -> Pushed:
+    """The server's own part of a push."""
+    place = place_of(stores._replica.buckets, stores.own_span)
+    gradient = torch.zeros_like(stores._replica.params[place])
+    return Pushed(0, Mock(), gradient, Mock(), {})
+
+
 def norms_of(stores: HostedStores, session_id: int, key: PartKey) -> NormsArrived:
     """All that the store of a session holds of a part has arrived."""
     span = stores._stores[session_id - 1].span
@@ -174,16 +182,15 @@ def test_a_part_counts_only_in_the_name_of_who_sent_it() -> None:
     win, pi5 = ready(stores)
     lease = LeaseKey(incarnation="here", epoch=0, start=0, stop=10, grant=1)
     honest, liar = (PartKey(instance=each * 8, of=lease) for each in "ab")
-    own = object.__new__(Pushed)
-    assert stores.collect(honest, own) is None
+    own = pushed(stores)
+    assert stores.take(honest, own) is None
     lie, *parts = (norms_of(stores, *told) for told in ((1, liar), (1, honest), (2, honest)))
     stores.drop_part(lie)
     assert win.sent[-1] == Drop(key=liar)
     assert Drop(key=liar) not in pi5.sent
     first, last = (stores.collect(honest, part) for part in parts)
     assert first is None
-    assert last is not None
-    assert last.own is own
+    assert last is own
 
 
 def slice_of(stores: HostedStores, span: range, version: int) -> list[tuple[State, memoryview]]:
@@ -259,10 +266,8 @@ def step(stores: HostedStores, sessions: list[FakeSession]) -> None:
     key = PartKey(instance="a" * 8, of=lease)
     for session in sessions:
         stores.collect(key, norms_of(stores, session.session_id, key))
-    place = place_of(stores._replica.buckets, stores.own_span)
-    push = stores.of(key)
-    push.take(torch.zeros_like(stores._replica.params[place]))
-    push.step(1.0, 0.1)
+    assert stores.take(key, pushed(stores)) is not None
+    stores.step(key, 1.0, 0.1)
 
 
 def test_the_steps_that_a_lost_store_had_taken_since_it_was_gathered_are_told_once() -> None:

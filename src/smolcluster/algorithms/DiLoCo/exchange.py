@@ -25,6 +25,7 @@ from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import NonFiniteLoss, PeerLost, ProtocolError
 from smolcluster.server.buffers import BufferCollector
 from smolcluster.server.link import Link
+from smolcluster.server.store import Part
 from smolcluster.server.store_client import StoreClient
 from smolcluster.server.weights import StateReceiver, WeightsArrived
 from smolcluster.training.buffers import BufferValues
@@ -217,16 +218,19 @@ def outer_frames(
 
 @dataclass(frozen=True)
 class DeltaArrived(Event):
-    """A fragment's change has come, as far as it comes here: `values` (numel,), and what buffers have gained.
+    """A fragment's change has come, as far as it comes here: `part`, and what buffers have gained.
 
     Where all of it belongs to other hosts it has no values, and has been sent to these.
     """
 
     session_id: int
     request: int
-    fragment: int
-    values: Tensor
+    part: Part
     buffers: BufferValues
+
+    @property
+    def fragment(self) -> int:
+        return self.part.fragment
 
 
 @dataclass(frozen=True)
@@ -276,13 +280,14 @@ class ChangeReceiver(Receiver):
     def in_progress(self) -> bool:
         return self._deltas.first is not None
 
-    def free(self, fragment: int) -> None:
+    def _free(self, fragment: int) -> None:
         """A change of it is needed no more. Any thread."""
         self._held[fragment] = max(0, self._held[fragment] - 1)
 
-    def _hold(self, fragment: int) -> None:
+    def _whole(self, fragment: int, values: Tensor) -> Part:
         """All of a change is here."""
         self._held[fragment] += 1
+        return Part(fragment, values, partial(self._free, fragment))
 
     def _check_is_answered(self, fragment: int) -> None:
         if self._held[fragment] >= self.most_held:
@@ -317,9 +322,9 @@ class DeltaReceiver(ChangeReceiver):
         self.heard_at = time.monotonic()
         if values is None:
             return None
-        self._hold(message.fragment)
         added, self._buffers = self._buffers, {}
-        return DeltaArrived(self._session_id, message.request, message.fragment, values, added)
+        part = self._whole(message.fragment, values)
+        return DeltaArrived(self._session_id, message.request, part, added)
 
     def _none_of(self, fragment: int) -> Tensor:
         numbers = self._layout.numbers

@@ -31,8 +31,9 @@ from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig, gradient_codec
 from smolcluster.algorithms.DiLoCo.exchange import DeltaArrived, DeltaReceiver
 from smolcluster.algorithms.DiLoCo.fragments import filled
 from smolcluster.algorithms.DiLoCo.ledger import Applied, Ledger, Request, RoundsState
-from smolcluster.algorithms.DiLoCo.outer import WHOLE, new_outer
+from smolcluster.algorithms.DiLoCo.outer import new_outer
 from smolcluster.algorithms.DiLoCo.outer_links import (
+    WHOLE,
     Change,
     OuterLinks,
     new_stores,
@@ -115,7 +116,7 @@ class Server(LeasingServer):
         self.round = self.pacing.round
         self.numbers = self.round.numbers
         state = self.open(
-            lambda: self.stores.tensors, num_more=self.stores.num_frames + MOST_BEHIND
+            lambda: self.stores.tensors, num_more=self.stores.own.num_frames + MOST_BEHIND
         )
         self.resumed_at = None if state is None else state.step
         """The batches applied when the run went on from a checkpoint; with the next it is over."""
@@ -172,7 +173,7 @@ class Server(LeasingServer):
 
     def receiver_for(self, session_id: int) -> DeltaReceiver:
         collector = BufferCollector(self.replica.buffers, self.replica.bucket_bytes)
-        return DeltaReceiver(session_id, self.context.codec, self.stores.layout, collector)
+        return DeltaReceiver(session_id, self.context.codec, self.stores.own.layout, collector)
 
     def serve(self) -> Summary:
         self.begin_round()
@@ -302,7 +303,7 @@ class Server(LeasingServer):
         peer = self.peers.get(change.request.holder)
         if peer is not None and not peer.is_stalled:
             self.send_fragment(peer, WHOLE)
-        self.applied(WHOLE, [change])
+        self.applied([change])
 
     def take_outer_step(self, number: int) -> None:
         """Step a fragment along the mean of what workers have changed, and send it to all."""
@@ -312,7 +313,7 @@ class Server(LeasingServer):
         self.replica.check_weights(f"after outer step {self.stores.version}")
         for peer in self.active:
             self.send_fragment(peer, number)
-        self.applied(number, changes)
+        self.applied(changes)
 
     def take_synchronous_step(self) -> bool:
         """Take one step of the inner optimizer along the mean gradient of all workers, and send it to all.
@@ -339,19 +340,17 @@ class Server(LeasingServer):
         for peer in self.active:
             for number in self.numbers:
                 self.send_fragment(peer, number)
-        for number, of_fragment in enumerate(changes):
-            self.applied(number, of_fragment)
+        for of_fragment in changes:
+            self.applied(of_fragment)
         return True
 
-    def applied(self, number: int, changes: Sequence[Change]) -> None:
+    def applied(self, changes: Sequence[Change]) -> None:
         """An outer step has applied these changes of a fragment: their samples may count now."""
         applied = self.ledger.apply(each.request for each in changes)
         self.replica.update_average(len(applied) / self.num_optimizers)
         for each in changes:
             name = self.workers[each.request.holder].name
             self.norms.add(each.norm, f"{name} in outer step {self.stores.version}")
-            if each.request.holder in self.peers:
-                self.receiver_of(self.peers[each.request.holder]).free(number)
         self.count(applied)
 
     def count(self, applied: Sequence[Applied]) -> None:
@@ -436,8 +435,8 @@ class Server(LeasingServer):
 
     def confirm_weights(self, peer: Peer) -> None:
         """Tell a worker that it has the weights already."""
-        peer.versions = list(self.stores.versions)
-        self.stores.follow(peer.worker.member.instance)
+        peer.versions = list(self.stores.own.versions)
+        self.stores.own.follow(peer.worker.member.instance)
         tell(peer, SameWeights())
 
     def send_weights(self, peer: Peer) -> None:
@@ -446,7 +445,7 @@ class Server(LeasingServer):
         Raises:
             NonFiniteLoss: they are not finite.
         """
-        peer.versions = list(self.stores.versions)
+        peer.versions = list(self.stores.own.versions)
         frames = self.stores.send_whole(peer.worker.member.instance, self.stores.version)
         send_frames(peer, frames)
 
@@ -454,12 +453,12 @@ class Server(LeasingServer):
         """Send a worker what has become of a fragment."""
         instance = peer.worker.member.instance
         frames = self.stores.send_fragment(instance, number, peer.versions[number])
-        peer.versions[number] = self.stores.versions[number]
+        peer.versions[number] = self.stores.own.versions[number]
         send_frames(peer, frames)
 
     def on_departure(self, worker: Worker) -> None:
         peer = self.peers.pop(worker.member.session_id)
-        self.stores.leave(worker.member.instance)
+        self.stores.worker_gone(worker.member.instance)
         if self.receiver_of(peer).in_progress:
             self.report.lost_push(worker.name, "its connection broke")
         self.take_back(peer, "its worker has gone")
@@ -497,7 +496,7 @@ class Server(LeasingServer):
         elif isinstance(part, NormsArrived):
             self.stores.drop_part(part)
         else:
-            self.receiver_of(peer).free(part.fragment)
+            part.part.free()
             self.report.lost_push(peer.worker.name, "its samples had been taken back")
 
     def on_change(self, peer: Peer, change: Change) -> None:
@@ -544,7 +543,6 @@ class Server(LeasingServer):
         Raises:
             NonFiniteLoss: its samples have led to that too often.
         """
-        self.receiver_of(peer).free(request.fragment)
         returned = set(self.take_back(peer, "its change was refused"))
         ack = Ack(lease=request.leases[-1], outcome="non_finite", version=self.stores.version)
         peer.worker.live_session.send(ack)

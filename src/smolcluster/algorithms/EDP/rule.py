@@ -22,16 +22,9 @@ have just pulled, here they pull every `worker_update_interval` steps, and the w
 steps since then.
 """
 
-import math
 from collections.abc import Iterable
 
-from torch import Tensor
-
 from smolcluster.algorithms.EDP.config import StalenessConfig
-from smolcluster.configs.schema import GradientClipping
-from smolcluster.server.plausible import check_norm
-from smolcluster.server.store import Store
-from smolcluster.training.optimizer import clip_factor
 
 
 def staleness(version: int, base_version: int, own_versions: Iterable[int]) -> int:
@@ -56,35 +49,3 @@ def too_stale(tau: int, config: StalenessConfig) -> bool:
 def mixing_weight(tau: int, mixing_rate: float, exponent: float) -> float:
     """α = mixing_rate · s(τ), the share of a worker's weights in the new ones."""
     return mixing_rate * scale(tau, exponent)
-
-
-def mix(store: Store, weights: Tensor, alpha: float, limit: float = math.inf) -> float:
-    """w <- (1 - α) w + α w_worker; return the L2 norm of w_worker - w.
-
-    `weights` (num_params,) are the worker's.
-
-    Raises:
-        PushRefused: the norm is not finite, or above `limit`; the weights are as before.
-    """
-    store.take_difference(weights)
-    distance = check_norm(store.norm(), limit)
-    store.mix(alpha)
-    return distance
-
-
-def apply_gradient(
-    store: Store,
-    gradient: Tensor,
-    learning_rate: float,
-    clipping: GradientClipping,
-    limit: float = math.inf,
-) -> float:
-    """Clip `gradient` (num_params,), take one optimizer step, and return the norm before clipping.
-
-    Raises:
-        PushRefused: the norm is not finite, or above `limit` and not clipped; the weights are as before.
-    """
-    store.take(gradient)
-    norm = check_norm(store.norm(), math.inf if clipping.enabled else limit)
-    store.step(clip_factor(norm, clipping), learning_rate, clipping.bound)
-    return norm

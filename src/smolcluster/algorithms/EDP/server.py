@@ -19,9 +19,9 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
     raise SystemExit(main("edp", "server"))
 
 
+import math
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -35,12 +35,13 @@ from smolcluster.server.assignment import ServedBatch, assignment_of, send_assig
 from smolcluster.server.buffers import BufferCollector
 from smolcluster.server.hosted_stores import HostedStores
 from smolcluster.server.leases import Lease
-from smolcluster.server.plausible import PushRefused
+from smolcluster.server.plausible import PushRefused, check_norm
 from smolcluster.server.push import GradientBuffers, GradientReceiver, Pushed
 from smolcluster.server.store_links import NormsArrived
 from smolcluster.server.worker import Worker
 from smolcluster.server.worker_pool import Departed, Joined
 from smolcluster.training.loop import StepTaken
+from smolcluster.training.optimizer import clip_factor
 from smolcluster.wire.inbox import Event, MessageReceived
 from smolcluster.wire.messages import Ack, LeaseKey, Outcome, PartKey, Pull, Skip
 
@@ -81,7 +82,7 @@ class Server(LeasingServer):
         steps_each = self.config.update_rule == "mixing"  # then each worker's optimizer does
         super().__init__(context, context.settings.cluster.num_workers if steps_each else 1)
         self.push_memory = GradientBuffers()
-        self.stores = context.hosted_stores()
+        self.stores = context.hosted_stores(mixes=steps_each)
         self.open()
         self.stores.begin(self.version, self.report.steps_undone)
         self.peers = {}
@@ -119,12 +120,13 @@ class Server(LeasingServer):
 
     def handle(self, event: Event) -> None:
         match event:
-            case Pushed(session_id=session_id, push=push):
-                self.on_part(event, self.peers.get(session_id), push.lease)
-            case NormsArrived(key=PartKey(of=LeaseKey() as lease) as key):
-                named = (p for p in self.peers.values() if key_of(p, lease) == key)
-                if self.stores.hear(event):
-                    self.on_part(event, next(named, None), lease)
+            case Pushed(session_id=session_id) if session_id in self.peers:
+                self.on_pushed(self.peers[session_id], event)
+            case Pushed(session_id=session_id):
+                self.report.lost_push(f"session {session_id}", "its worker has gone")
+                event.receiver.free()
+            case NormsArrived(key=PartKey(of=LeaseKey() as lease)) if self.stores.hear(event):
+                self.on_norms(event, lease)
             case Joined(worker, ready):
                 self.on_join(worker, ready.unacknowledged, ready.samples_per_s)
             case Departed(worker):
@@ -158,33 +160,27 @@ class Server(LeasingServer):
     def on_departure(self, worker: Worker) -> None:
         peer = self.peers.pop(worker.member.session_id)
         for lease_key in peer.unanswered:
-            self.forget_parts(peer, lease_key)
+            self.stores.forget(key_of(peer, lease_key))
         self.stores.worker_gone(worker.member.instance)
         if peer.worker.live_session.receiver.in_progress:
             self.report.lost_push(worker.name, "its connection broke")
         for lease in self.dispatcher.release_all(worker.member.session_id):
             self.report.lease_returned(worker, lease.range, "its worker has gone")
 
-    def on_part(self, part: Pushed | NormsArrived, peer: Peer | None, lease: LeaseKey) -> None:
-        """Some of a push is where it belongs; when all of it is, or nobody waits for it, decide on it."""
-        if peer is None or lease not in peer.unanswered:
-            if isinstance(part, Pushed):
-                self.on_push(part)
-            else:
-                self.stores.drop_part(part)
-            return
-        key = key_of(peer, lease)
-        whole = self.stores.collect(key, part)
-        if whole is not None and whole.own is not None:
-            self.on_push(whole.own)
-            self.stores.forget(key)
-            if peer.is_pulling:
-                self.send_weights(peer)
+    def on_pushed(self, peer: Peer, pushed: Pushed) -> None:
+        """What belongs here of a push has come; decide on it if all of it has, or nobody waits for it."""
+        lease = pushed.push.lease
+        if self.stores.take(key_of(peer, lease), pushed) or lease not in peer.unanswered:
+            self.on_push(peer, pushed)
 
-    def forget_parts(self, peer: Peer, lease: LeaseKey) -> None:
-        """What has arrived of a push is not wanted any more."""
-        if (own := self.stores.forget(key_of(peer, lease))) is not None:
-            own.receiver.free()
+    def on_norms(self, told: NormsArrived, lease: LeaseKey) -> None:
+        """Another host has its part of a push; when all have, decide on it."""
+        named = (p for p in self.peers.values() if key_of(p, lease) == told.key)
+        peer = next(named, None)
+        if peer is None or lease not in peer.unanswered:
+            self.stores.drop_part(told)
+        elif (pushed := self.stores.collect(key_of(peer, lease), told)) is not None:
+            self.on_push(peer, pushed)
 
     def on_pull(self, peer: Peer) -> None:
         """Send weights, with what the worker has pushed before it asked."""
@@ -193,17 +189,13 @@ class Server(LeasingServer):
         else:
             self.send_weights(peer)
 
-    def on_push(self, pushed: Pushed) -> None:
-        peer = self.peers.get(pushed.session_id)
-        if peer is None:
-            self.report.lost_push(f"session {pushed.session_id}", "its worker has gone")
-            pushed.receiver.free()
-            return
+    def on_push(self, peer: Peer, pushed: Pushed) -> None:
         push, session_id = pushed.push, pushed.session_id
+        key = key_of(peer, push.lease)
         self.heard(peer)
         if push.base_version > self.version:
             self.report.lost_push(peer.worker.name, "it was computed on weights of the future")
-            pushed.receiver.free()
+            self.stores.forget(key)
             peer.worker.live_session.cut(
                 f"it claims weights of version {push.base_version}, the newest is {self.version}"
             )
@@ -226,15 +218,17 @@ class Server(LeasingServer):
                 outcome = "non_finite"
         if outcome != "applied" and outcome != "non_finite":  # noqa: PLR1714 - it narrows the type
             self.report.dropped(peer.worker, push.lease, outcome, tau)
-        pushed.receiver.free()
+        self.stores.forget(key)
         peer.unanswered.discard(push.lease)
         peer.worker.live_session.send(Ack(lease=push.lease, outcome=outcome, version=self.version))
+        if peer.is_pulling:
+            self.on_pull(peer)
 
     def on_skip(self, peer: Peer, skip: Skip) -> None:
         self.heard(peer)
         if skip.lease in peer.unanswered:
             peer.unanswered.discard(skip.lease)
-            self.forget_parts(peer, skip.lease)
+            self.stores.forget(key_of(peer, skip.lease))
             self.failed(peer, skip.lease, skip.reason)
 
     def failed(self, peer: Peer, lease: LeaseKey, reason: str, tau: int | None = None) -> None:
@@ -270,21 +264,21 @@ class Server(LeasingServer):
         self.saver.wait_for_copy()
         push, config = pushed.push, self.config
         epoch, rate = self.dispatcher.epoch, self.learning_rate()
-        layer_norms: Mapping[str, float] = {}
-        store = self.stores.of(key_of(peer, push.lease))
-        if push.overflow is not None:
-            norm = 0.0
-        elif config.update_rule == "mixing":
-            alpha = rule.mixing_weight(tau, config.mixing_rate, config.staleness.exponent)
-            with self.replica.meter("apply"):
-                norm = rule.mix(store, pushed.gradient, alpha, self.norms.limit)
-            layer_norms = self.report.layer_norms(self.replica.grads)
-        else:
-            rate *= rule.scale(tau, config.staleness.exponent)
-            clipping = self.train.gradient_clipping
-            with self.replica.meter("apply"):
-                norm = rule.apply_gradient(store, pushed.gradient, rate, clipping, self.norms.limit)
-            layer_norms = self.report.layer_norms(pushed.gradient)
+        norm, layer_norms = 0.0, dict[str, float]()
+        if push.overflow is None:
+            key, clipping = key_of(peer, push.lease), self.train.gradient_clipping
+            is_mixing = config.update_rule == "mixing"
+            is_clipped = clipping.enabled and not is_mixing
+            norm = check_norm(self.stores.norm(key), math.inf if is_clipped else self.norms.limit)
+            gradient = self.replica.grads if is_mixing else pushed.gradient
+            layer_norms = self.report.layer_norms(gradient)
+            if is_mixing:
+                self.stores.mix(
+                    key, rule.mixing_weight(tau, config.mixing_rate, config.staleness.exponent)
+                )
+            else:
+                rate *= rule.scale(tau, config.staleness.exponent)
+                self.stores.step(key, clip_factor(norm, clipping), rate, clipping.bound)
         # Each worker's own statistics move the whole way to its data between two pulls: all of theirs
         # together may move the server's as far, and no further.
         self.replica.buffers.add(pushed.buffers, num_workers=len(self.peers))

@@ -11,37 +11,35 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
     raise SystemExit(main("edp", "store"))
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from smolcluster.errors import PeerLost, ProtocolError
+from smolcluster.errors import PeerLost
+from smolcluster.server.hosted_stores import OptimizerSlice
 from smolcluster.server.push import GradientBuffers, GradientReceiver, Pushed
-from smolcluster.server.store import Counted, store_of
-from smolcluster.server.store_host import TICK_S, HeldSlice, Part, PartArrived
+from smolcluster.server.store import Part, store_of
+from smolcluster.server.store_host import TICK_S, PartArrived, SliceHost
 from smolcluster.wire.inbox import Event
-from smolcluster.wire.messages import WEIGHTS, Message, PartKey, TakeStep
+from smolcluster.wire.messages import Message
 
 PUSHES_HELD = 2
 """Of a worker: one that is to be applied, and one that arrives meanwhile."""
 
 
-class Held(HeldSlice):
+class Held(SliceHost):
     """A slice that steps by the run's optimizer."""
 
     def __init__(self, *session: Any) -> None:
-        """See `HeldSlice`.
-
-        Raises:
-            ProtocolError: its contents do not fit its rule.
-        """
         super().__init__(*session)
-        own = self._buckets[self._given.first : self._given.stop]
-        self._store = store_of(self._given.rule, own, self._contents)
-        self._contents = {WEIGHTS: self._store.weights, **self._store.optimizer.moments}
         self._memory = GradientBuffers()
+
+    def _new_slice(self, values: Mapping[str, Tensor]) -> OptimizerSlice:
+        own = self._buckets[self._span.start : self._span.stop]
+        store = store_of(self._given.rule, own, values)
+        return OptimizerSlice(store, self._buckets, self._span, self._given.incarnation)
 
     def _receiver_for(self, session_id: int) -> "PushReceiver":
         return PushReceiver(
@@ -54,19 +52,6 @@ class Held(HeldSlice):
             has_loss_scale=self._given.has_loss_scale,
             span=self._span,
         )
-
-    def _norms(self, _fragment: int, _bucket: int, values: Tensor) -> Sequence[Sequence[float]]:
-        self._store.take(values)
-        return (self._store.norms(),)
-
-    def _step(
-        self, step: TakeStep, _fragment: int, _keys: Sequence[PartKey], parts: Sequence[Counted]
-    ) -> None:
-        if len(parts) != 1 or step.learning_rate is None:
-            raise ProtocolError("it wanted another step than one with a push and a learning rate")
-        [(_, gradient)] = parts
-        self._store.take(gradient)
-        self._store.step(step.clip, step.learning_rate, step.bound)
 
 
 class PushReceiver(GradientReceiver):

@@ -1,4 +1,4 @@
-"""The server's sums: the gradients of all parts, added up as they come, and sent back as their mean.
+"""A host's sums: the gradients of all parts, added up as they come, and sent back as their mean.
 
 A part's gradient comes bucket by bucket (`GradientSender` -> `PartReceiver`); a bucket's mean goes back as
 soon as the last part's has arrived. What the server applies is what it sent: with a lossy codec, decoded from
@@ -8,7 +8,7 @@ the very bytes. So all replicas take the same step.
 import math
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,9 +20,11 @@ from smolcluster.algorithms.SynchronousPS.step import SliceStep, Step
 from smolcluster.codec.base import NonFiniteValue, absmax
 from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import get_codec, lossless_for
+from smolcluster.data.permutation import Range
 from smolcluster.errors import NonFiniteLoss, ProtocolError
 from smolcluster.server.buffers import BufferCollector
 from smolcluster.server.push import push_assembler
+from smolcluster.server.store import HeldSlice
 from smolcluster.training.buffers import BufferValues
 from smolcluster.training.optimizer import bucket_norms
 from smolcluster.training.replica import DIVERGENCE_REMEDY
@@ -32,9 +34,13 @@ from smolcluster.wire.messages import (
     Buffers,
     LeaseKey,
     Message,
+    PartKey,
     Push,
     Reduced,
+    SendWeights,
     Skip,
+    TakeMean,
+    TakeStep,
 )
 from smolcluster.wire.session import Receiver
 from smolcluster.wire.streams import bucket_length, span_pieces, stream_frames
@@ -54,7 +60,7 @@ class PushArrived(Event):
     whole: bool
 
 
-class Reduction:
+class Reduction(HeldSlice):
     """The sum of the open step's gradients, in memory that does not grow with the number of workers.
 
     Frames of a mean gradient may still be under way when the next steps open. Lossless ones refer to the sum
@@ -71,25 +77,36 @@ class Reduction:
         grads: Tensor,
         parameter_at: Callable[[int], str],
         *,
-        span: range | None = None,
+        span: range,
+        kept: range,
+        incarnation: str,
     ) -> None:
         """Nothing is open.
 
         Args:
             buckets: of all parameters.
-            grads: memory (n,) of the buckets that are added up here, for which there is no other use.
+            grads: memory (n,) of the buckets whose mean lies here, for which there is no other use.
             parameter_at: names the parameter at a place in it.
-            span: the numbers of those buckets; None: all.
+            span: the numbers of the buckets that are added up here.
+            kept: those of the ones whose mean lies here: other hosts add up the rest of it.
+            incarnation: see `HeldSlice`.
         """
-        span = range(len(buckets)) if span is None else span
+        super().__init__(buckets, span, incarnation)
         self.attempt = 0
         """What a store's means say of the open step."""
+        self.means: list[Frame] = []
+        """Of the open step, from the first bucket on, as far as `new_means` has told."""
+        self.newest: SliceStep | None = None
+        """The newest step that was opened, perhaps void by now."""
+        self.followers: set[str] = set()
+        """Instances of the workers that a store sends all means; the server has its members."""
+        self._opened = threading.Condition()
         self._codec = get_codec(codec_name)
-        self._pieces = span_pieces(self._codec, buckets, span)
-        self._first, self._buckets = span.start, [piece.place for piece in self._pieces]
+        self._pieces = span_pieces(self._codec, buckets, kept)
+        self._first, self._places = kept.start, [piece.place for piece in self._pieces]
         self._parameter_at = parameter_at
         self._lossy_lock = threading.Lock()
-        self._locks = [threading.Lock() for _ in self._buckets]
+        self._locks = [threading.Lock() for _ in self._places]
         self.num_buffers = max(2, min(MAX_BUFFERS, SPARE_BYTES // grads.nbytes))
         """Steps after which the memory of a mean is used again."""
         buffers = range(self.num_buffers)
@@ -103,12 +120,12 @@ class Reduction:
         self._encoded = [self._new_encoded() for _ in buffers]
         self._frames: list[list[weakref.ref[Frame]]] = [[] for _ in buffers]
         self._step: SliceStep | None = None
-        self._num_added = [0] * len(self._buckets)
-        self._num_terms = [0.0] * len(self._buckets)
+        self._num_added = [0] * len(self._places)
+        self._num_terms = [0.0] * len(self._places)
         """Of the parts that have been added to each bucket."""
-        self._expected: list[ExpectedTerms | None] = [None] * len(self._buckets)
-        self._norms = [0.0] * len(self._buckets)
-        self._largest = [(0.0, "")] * len(self._buckets)
+        self._expected: list[ExpectedTerms | None] = [None] * len(self._places)
+        self._norms = [0.0] * len(self._places)
+        self._largest = [(0.0, "")] * len(self._places)
         """Of each bucket of the open step, the largest value that a part added, and whose it was."""
 
     @property
@@ -116,28 +133,49 @@ class Reduction:
         """Whether frames of a mean refer to it, so that nobody may change it."""
         return self._codec.lossless
 
-    def residual(self) -> dict[str, Tensor]:
-        """What a lossy codec owes to the next step, for a checkpoint; it changes at `close`."""
+    def contents(self) -> Mapping[str, Tensor]:
+        """What a lossy codec owes to the next step; it changes at `close`."""
         return {} if self._feedback is None else {RESIDUAL: self._feedback.committed}
 
     def resume(self) -> None:
-        """`residual` has been filled, and is owed to the next step."""
+        """The `contents` have been filled, and are owed to the next step."""
         if self._feedback is not None:
-            self._feedback.resume(self._buckets)
+            self._feedback.resume(self._places)
 
     def open(self, step: SliceStep) -> None:
         """Begin a step in the oldest one's memory, or in new memory if a link is still busy with that."""
-        self._num_added = [0] * len(self._buckets)
-        self._largest = [(0.0, "")] * len(self._buckets)
-        self._num_terms = [0.0] * len(self._buckets)
-        self._expected = [None] * len(self._buckets)
-        self._step = step
+        self.means = []
+        self._num_added = [0] * len(self._places)
+        self._largest = [(0.0, "")] * len(self._places)
+        self._num_terms = [0.0] * len(self._places)
+        self._expected = [None] * len(self._places)
         buffer = step.version % self.num_buffers
         if any(frame() is not None for frame in self._frames[buffer]):
             self._encoded[buffer] = self._new_encoded()
             if self._codec.lossless:
                 self._sums[buffer] = torch.empty_like(self._sums[buffer])
         self._frames[buffer].clear()
+        with self._opened:
+            self._step = self.newest = step
+            self._opened.notify_all()
+
+    def await_step(self, version: int, timeout_s: float) -> bool:
+        """Wait until the step that makes `version` has been opened; returns whether it has. Any reader."""
+        with self._opened:
+            return self._opened.wait_for(
+                lambda: self.newest is not None and self.newest.version >= version, timeout_s
+            )
+
+    def take_mean(self, wanted: TakeMean) -> Sequence[Sequence[float]]:
+        """Open a step of which somebody else has the books; its norms nobody has to be told."""
+        self.abandon()  # if one is open, it is void
+        start, sizes = wanted.parts[0].key.of, [int(part.weight) for part in wanted.parts]
+        if not isinstance(start, int):
+            raise ProtocolError("it wanted a mean of a worker's own parts")
+        batch = Range(wanted.epoch, start, start + sum(sizes))
+        self.attempt = wanted.attempt
+        self.open(SliceStep(wanted.version, batch, sizes, self.span))
+        return ()
 
     def close(self, *, is_skipped: bool = False) -> None:
         """The open step is over, or `is_skipped` by all; its mean stays for `num_buffers` steps."""
@@ -147,11 +185,27 @@ class Reduction:
             self._feedback.rollback()
         else:
             self._feedback.commit()
-        self._step = None
+        self._step, self.means = None, []
+
+    def _step_means(self, step: TakeStep, _means: Mapping[int, Tensor]) -> None:
+        self.close(is_skipped=step.learning_rate is None)
+
+    def drop(self, _key: PartKey) -> None:
+        """The open step is void, and its workers begin anew."""
+        self.abandon()
+        self.followers.clear()
+
+    def frames_for(self, wanted: SendWeights) -> Sequence[Frame]:
+        """What the open step has of its mean; its new ones are for this worker too."""
+        self.followers.add(wanted.instance)
+        return self.means
+
+    def leave(self, worker: str) -> None:
+        self.followers.discard(worker)
 
     def abandon(self) -> None:
         """The open step is void: nothing of it has been added when this returns, or will be."""
-        self._step = None
+        self._step, self.means = None, []
         for lock in self._locks:
             with lock:  # whoever was adding has done so
                 pass
@@ -208,6 +262,24 @@ class Reduction:
         if isinstance(step, Step) and lease is not None:
             step.note_buffers(session_id, lease, added)
 
+    def new_means(self) -> Iterator[Frame]:
+        """The open step's means, in the order of their buckets, as soon as they are there; each one once.
+
+        Raises:
+            NonFiniteLoss: see `frame`.
+        """
+        while (step := self._step) is not None and not self.is_whole:
+            number = self.span.start + len(self.means)
+            if not self.is_reduced(number):
+                return
+            self.means.append(self.frame(step.version, number))
+            yield self.means[-1]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether `new_means` has told all of the open step's that are added up here."""
+        return len(self.means) == len(self.span)
+
     def frame(self, version: int, number: int) -> Frame:
         """The frame of a bucket's mean, to be shared by all sessions.
 
@@ -230,7 +302,7 @@ class Reduction:
         """
         number -= self._first
         if not math.isfinite(self._norms[number]):
-            name = self._parameter_at(self._buckets[number].start)
+            name = self._parameter_at(self._places[number].start)
             largest, worker = self._largest[number]
             raise NonFiniteLoss(
                 f"step {version}: the sum of the gradients overflows at layer {name} or after it; most of "
@@ -254,7 +326,7 @@ class Reduction:
             with self._lossy_lock:
                 try:
                     if self._num_terms[number]:
-                        self._feedback.encode(self._buckets[number], total, encoded)
+                        self._feedback.encode(self._places[number], total, encoded)
                     else:
                         self._codec.encode(total, encoded)
                     self._codec.decode(encoded, total)
@@ -263,7 +335,7 @@ class Reduction:
         [self._norms[number]] = bucket_norms(total, [slice(None)])
 
     def _sum_of(self, version: int, number: int) -> Tensor:
-        return self.mean(version)[self._buckets[number]]
+        return self.mean(version)[self._places[number]]
 
     def _encoded_of(self, version: int, number: int) -> Tensor:
         return self._encoded[version % self.num_buffers][number]
@@ -271,7 +343,7 @@ class Reduction:
     def _new_encoded(self) -> list[Tensor]:
         if self._codec.lossless:
             return []
-        sizes = (self._codec.encoded_nbytes(bucket_length(bucket)) for bucket in self._buckets)
+        sizes = (self._codec.encoded_nbytes(bucket_length(bucket)) for bucket in self._places)
         return [torch.empty(nbytes, dtype=torch.uint8) for nbytes in sizes]
 
 

@@ -27,11 +27,7 @@ from functools import partial
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.SynchronousPS.config import SyncPSConfig
 from smolcluster.algorithms.SynchronousPS.members import Members, StepMember
-from smolcluster.algorithms.SynchronousPS.reduction import (
-    PartReceiver,
-    PushArrived,
-    Reduction,
-)
+from smolcluster.algorithms.SynchronousPS.reduction import PartReceiver, PushArrived
 from smolcluster.algorithms.SynchronousPS.sharing import rest_after, sizes_by_share
 from smolcluster.algorithms.SynchronousPS.step import (
     Need,
@@ -90,8 +86,6 @@ class Server:
         self.num_grants = 0
         self.step: Step | None = None
         """The open one."""
-        self.num_reduced = 0
-        """Buckets of the open step whose mean has been sent: the first ones."""
         self.is_stuck = True
         """Whether somebody is needed: no step is open, or nobody can take a part that needs somebody."""
         self.step_s = 0.0
@@ -102,15 +96,13 @@ class Server:
         """Ids of the workers that were parked before."""
         self.has_told_of_buffers = False
         replica = self.replica
-        self.reduction = Reduction(
-            replica.buckets, context.codec, replica.grads, replica.parameter_at
-        )
-        self.links = context.store_links(partial(ReducingLinks, reduction=self.reduction))
+        self.links = context.store_links(ReducingLinks)
+        self.reduction = self.links.own
         self.feed = context.open_feed()
         self.pool = context.open_pool(self.receiver_for, self.links)
         self.report = self.pool.listener
         self.evaluator = context.new_evaluator(self.report)
-        source = CheckpointSource(self.replica, dict, self.reduction.residual)
+        source = CheckpointSource(self.replica, dict, self.reduction.contents)
         self.version = self.samples_applied = 0
         if state := context.resume(source, self.report):
             self.version, self.samples_applied = state.step, state.samples_applied
@@ -135,7 +127,7 @@ class Server:
             replica.buckets,
             BufferCollector(replica.buffers, replica.bucket_bytes),
             has_loss_scale=replica.scaler is not None,
-            span=self.links.own_span,
+            span=self.reduction.span,
         )
 
     def run(self) -> Summary:
@@ -210,7 +202,7 @@ class Server:
             self.version + 1,
             batch,
             [size for _, size in taking],
-            len(self.links.own_span),
+            len(self.reduction.span),
             self.context.incarnation,
             others=self.links.others,
             expected_s=expected_s,
@@ -218,7 +210,6 @@ class Server:
         )
         for part, (member, _) in zip(self.step.parts, taking, strict=True):
             part.meant_for = member.worker.member.session_id
-        self.reduction.open(self.step)
         self.links.open_step(self.step)
         return self.step
 
@@ -320,14 +311,12 @@ class Server:
 
     def collect(self, step: Step, now: float) -> bool:
         """Send everybody the mean of each bucket that all parts have brought; whether the step is whole."""
-        num_own = len(self.links.own_span)
-        while self.num_reduced < num_own and self.reduction.is_reduced(self.num_reduced):
-            self.members.send_mean(self.reduction.frame(step.version, self.num_reduced))
-            self.num_reduced += 1
+        for frame in self.reduction.new_means():
+            self.members.send_mean(frame)
             step.heard_at = now
-        if self.num_reduced == num_own and step.has_ended_here:
+        if self.reduction.is_whole and step.has_ended_here:
             self.links.cut_silent(step.heard_at, now)
-        return self.num_reduced == num_own and self.links.has_all_means and not step.unfinished()
+        return self.links.has_all_means and not step.unfinished()
 
     def commit(self, step: Step) -> StepTaken:
         """Everybody takes the step, and so does this server; then it stands at the next version."""
@@ -352,7 +341,6 @@ class Server:
         committed = frame_of(commit, b"".join(digests))
         self.members.broadcast(*self.commit_buffers(step), committed)
         self.links.commit(commit)
-        self.reduction.close(is_skipped=commit.is_skipped)
         layer_norms = self.report.layer_norms(mean)
         if not commit.is_skipped:
             with self.replica.meter("apply"):
@@ -360,7 +348,7 @@ class Server:
                 self.store.step(clip, rate, self.train.gradient_clipping.bound)
             self.replica.update_average()
         self.replica.note_step(overflow=step.overflow)
-        self.version, self.step, self.num_reduced = step.version, None, 0
+        self.version, self.step = step.version, None
         self.samples_applied += step.batch.num_samples
         self.step_s = time.monotonic() - step.opened_at
         return StepTaken(
@@ -524,9 +512,7 @@ class Server:
 
     def send_state(self, member: StepMember) -> None:
         """Send a member all that the last step has left, and what the open one has of its mean."""
-        reduced = range(self.num_reduced)
-        means = [self.reduction.frame(self.version + 1, number) for number in reduced]
-        self.members.send_state(member, self.version, means)
+        self.members.send_state(member, self.version, self.reduction.means)
 
     def park(self, member: StepMember, reason: str, now: float) -> None:
         """A member does not keep up: send it no more steps until its link has drained.
@@ -590,8 +576,7 @@ class Server:
             self.waiting[worker.member.session_id] = worker
         if self.step is not None:
             self.step.abandon()
-            self.reduction.abandon()
-            self.step, self.num_reduced = None, 0
+            self.step = None
 
 
 def serve(context: ServerContext) -> Summary:

@@ -21,7 +21,6 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
     raise SystemExit(main("syncps", "store"))
 
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,20 +29,17 @@ import torch
 from torch import Tensor
 
 from smolcluster.algorithms.SynchronousPS.reduction import (
-    RESIDUAL,
     PartReceiver,
     PushArrived,
     Reduction,
 )
-from smolcluster.algorithms.SynchronousPS.step import Part, SliceStep, Step
+from smolcluster.algorithms.SynchronousPS.step import Part, Step
 from smolcluster.codec.registry import get_codec
-from smolcluster.data.permutation import Range
 from smolcluster.errors import NonFiniteLoss, PeerLost, ProtocolError
 from smolcluster.server.slices import arrived, place_of, read_norms
-from smolcluster.server.store_host import TICK_S, HeldSlice
+from smolcluster.server.store_host import TICK_S, SliceHost
 from smolcluster.server.store_links import RemoteStore, StoreLinks
 from smolcluster.training.replica import Replica
-from smolcluster.wire.frames import Frame
 from smolcluster.wire.inbox import Event, MessageReceived
 from smolcluster.wire.messages import (
     Arrived,
@@ -64,36 +60,33 @@ from smolcluster.wire.session import Session
 from smolcluster.wire.streams import Assembler, span_pieces
 
 
-class Held(HeldSlice):
-    """A slice of the gradient, of which it sends back the mean over all parts of a step."""
+class Held(SliceHost):
+    """A slice of the gradient, of which a store sends back the mean over all parts of a step."""
 
-    def __init__(self, *session: Any) -> None:
-        super().__init__(*session)
+    _slice: Reduction
+
+    def _new_slice(self, values: Mapping[str, Tensor]) -> Reduction:
         given, place = self._given, place_of(self._buckets, self._span)
-        self._reduction = Reduction(
+        held = Reduction(
             self._buckets,
             given.codec,
             torch.empty(place.stop - place.start, dtype=get_codec(given.codec).dtype),
             lambda number: f"of weight {place.start + number}",  # it knows no parameters' names
             span=self._span,
+            kept=self._span,
+            incarnation=given.incarnation,
         )
-        residual = self._reduction.residual()
-        if residual and given.owes_residual and RESIDUAL in self._contents:
-            residual[RESIDUAL].copy_(self._contents[RESIDUAL])
-            self._reduction.resume()
-        self._contents = residual
-        self._open: SliceStep | None = None
-        """The newest step, perhaps void."""
-        self._opened = threading.Condition()
-        self._reduced: list[Frame] = []
-        """Of the open step's mean, from the first bucket on, as far as it is there."""
-        self._followers: set[str] = set()
-        """Instances of the workers that are sent all means."""
+        owed = held.contents()
+        if given.owes_residual and owed.keys() <= values.keys():
+            for name, residual in owed.items():
+                residual.copy_(values[name])
+            held.resume()
+        return held
 
     def _receiver_for(self, session_id: int) -> PartReceiver:
         return PartReceiver(
             session_id,
-            self._reduction,
+            self._slice,
             self._given.codec,
             self._buckets,
             has_loss_scale=self._given.has_loss_scale,
@@ -107,11 +100,9 @@ class Held(HeldSlice):
         Raises:
             PeerLost: the store has lost its slice.
         """
-        with self._opened:
-            while self._open is None or self._open.version < version:
-                if self._closed.is_set():
-                    raise PeerLost("the store has lost its slice")
-                self._opened.wait(TICK_S)
+        while not self._slice.await_step(version, TICK_S):
+            if self._closed.is_set():
+                raise PeerLost("the store has lost its slice")
 
     def _on_event(self, event: Event, coordinator: Session) -> None:
         match event:
@@ -124,83 +115,50 @@ class Held(HeldSlice):
 
     def _tell_counted(self, session_id: int, lease: LeaseKey, coordinator: Session) -> None:
         """A push has ended here."""
-        instance = self._instance_of(session_id)
+        instance, step = self._instance_of(session_id), self._slice.newest
         if instance is None:  # the coordinator hears that it has gone
             return
-        count, is_whole = (0, False) if self._open is None else self._open.counted_here(lease)
+        count, is_whole = (0, False) if step is None else step.counted_here(lease)
         key, no_norms = PartKey(instance=instance, of=lease), torch.empty(0, count)
         coordinator.send(*arrived(key, 0, self._span.start, no_norms, is_whole=is_whole))
 
     def _spread(self, coordinator: Session) -> None:
         """Send means to everybody, once, in the order of their buckets."""
-        while (step := self._open) is not None and len(self._reduced) < len(self._span):
-            number = self._span.start + len(self._reduced)
-            if not self._reduction.is_reduced(number):
-                return
-            try:
-                frame = self._reduction.frame(step.version, number)
-            except NonFiniteLoss as error:
-                coordinator.send(Goodbye(reason=str(error), fault="non-finite"))
-                return
-            self._reduced.append(frame)
-            coordinator.send_frame(frame)
-            for instance in self._followers:
-                self._send(instance, [frame])
-
-    def _take_mean(self, wanted: TakeMean, _coordinator: Session) -> None:
-        """Begin to add up the parts of a step."""
-        self._abandon()  # if one is open, it is void
-        start, sizes = wanted.parts[0].key.of, [int(part.weight) for part in wanted.parts]
-        if not isinstance(start, int):
-            raise ProtocolError("it wanted a mean of a worker's own parts")
-        batch = Range(wanted.epoch, start, start + sum(sizes))
-        step = SliceStep(wanted.version, batch, sizes, self._span)
-        self._reduction.attempt = wanted.attempt
-        self._reduction.open(step)
-        with self._opened:
-            self._open = step
-            self._opened.notify_all()
-
-    def _step_along(self, step: TakeStep, _means: Mapping[int, Tensor]) -> None:
-        self._reduced.clear()
-        self._reduction.close(is_skipped=step.learning_rate is None)
-        self._contents = self._reduction.residual()
-
-    def _drop(self, _key: PartKey) -> None:
-        """The open step is void, and its workers begin anew."""
-        self._abandon()
-        self._followers.clear()
-
-    def _abandon(self) -> None:
-        self._reduction.abandon()
-        self._reduced.clear()
-
-    def _send_whole(self, instance: str, _version: int) -> None:
-        self._followers.add(instance)
-        self._send(instance, self._reduced)
-
-    def _on_gone(self, instance: str) -> None:
-        super()._on_gone(instance)
-        self._followers.discard(instance)
+        try:
+            for frame in self._slice.new_means():
+                coordinator.send_frame(frame)
+                for instance in self._slice.followers:
+                    self._send(instance, [frame])
+        except NonFiniteLoss as error:
+            coordinator.send(Goodbye(reason=str(error), fault="non-finite"))
 
     def _forget(self, session_id: int) -> None:
         """A worker that comes back begins anew with a SendWeights: what comes before is not for it."""
         if (instance := self._instance_of(session_id)) is not None:
-            self._followers.discard(instance)
+            self._slice.leave(instance)
         super()._forget(session_id)
 
 
 class ReducingLinks(StoreLinks[None]):
-    """The stores on other hosts that add up a part of the buckets. The replica here has all weights.
+    """The hosts that add up a part of the buckets each. All weights are here, and all means come here.
 
     What a lossy codec owes is a slice's own, and gathered for checkpoints.
     """
 
-    def __init__(
-        self, replica: Replica, nodes: Sequence[str], *, reduction: Reduction, **links: Any
-    ) -> None:
+    own: Reduction
+
+    def __init__(self, replica: Replica, nodes: Sequence[str], **links: Any) -> None:
+        """`links`: see `StoreLinks`."""
         super().__init__(replica, nodes, **links)
-        self._reduction = reduction
+        self.own = Reduction(
+            replica.buckets,
+            self._codec,
+            replica.grads,
+            replica.parameter_at,
+            span=self.own_span,
+            kept=range(len(replica.buckets)),
+            incarnation=self._incarnation,
+        )
         self._has_stepped = False
         """Whether a step has been taken since the slices were gathered."""
         self._wanted = TakeMean(parts=(_part_of(Part(0, 0, 1)),))
@@ -217,7 +175,7 @@ class ReducingLinks(StoreLinks[None]):
         return Assembler(
             "mean gradient",
             lambda _: pieces,
-            lambda *_, **__: self._reduction.mean(self._wanted.version)[place],
+            lambda *_, **__: self.own.mean(self._wanted.version)[place],
         )
 
     @property
@@ -230,6 +188,8 @@ class ReducingLinks(StoreLinks[None]):
         return None if store is None else store.node
 
     def open_step(self, step: Step) -> None:
+        """Let all hosts add up the parts of a step."""
+        self.own.open(step)
         self._wanted = TakeMean(
             attempt=self._wanted.attempt + 1,
             version=step.version,
@@ -237,7 +197,7 @@ class ReducingLinks(StoreLinks[None]):
             parts=tuple(map(_part_of, step.parts)),
         )
         self._reduced.clear()
-        self._tell(self.others, self._wanted)
+        self._tell(self._wanted)
 
     def take_mean(self, reduced: Reduced) -> None:
         """A store has added up a bucket, and sent it to everybody.
@@ -246,13 +206,13 @@ class ReducingLinks(StoreLinks[None]):
             NonFiniteLoss: it is not finite.
         """
         if reduced.attempt == self._wanted.attempt:
-            self._reduction.check(reduced.version, reduced.bucket)
+            self.own.check(reduced.version, reduced.bucket)
             self._reduced.add(reduced.bucket)
 
     @property
     def has_all_means(self) -> bool:
-        """Whether all means that stores owe of the open step are here."""
-        return len(self._reduced) == sum(self.others.values())
+        """Whether all means of the open step are here."""
+        return self.own.is_whole and len(self._reduced) == sum(self.others.values())
 
     def cut_silent(self, since: float, now: float) -> None:
         """Cut stores that owe means, though they have all parts `since` then, and say nothing for long."""
@@ -263,17 +223,19 @@ class ReducingLinks(StoreLinks[None]):
                 store.session.cut("it does not send the means of its buckets")
 
     def commit(self, commit: Commit) -> None:
+        """The open step is over, on all hosts."""
         self._has_stepped = True
         rate = None if commit.is_skipped else commit.learning_rate
         step = TakeStep(version=commit.version, parts=(), clip=commit.clip, learning_rate=rate)
-        self._tell(self.others, step)
+        self._tell(step)
+        self.own.take_step(step)
 
     def send_means(self, instance: str, version: int) -> None:
         """Let a worker, which gets the weights of `version`, have all means that lead on from there."""
-        self._tell(self.others, SendWeights(instance=instance, version=version))
+        self._tell(SendWeights(instance=instance, version=version))
 
     def _contents(self, place: slice) -> dict[str, Tensor]:
-        return {name: values[place] for name, values in self._reduction.residual().items()}
+        return {name: values[place] for name, values in self.own.contents().items()}
 
     def _owes_residual(self) -> bool:
         return not self._has_stepped  # else the step has paid it
@@ -283,7 +245,10 @@ class ReducingLinks(StoreLinks[None]):
         self._has_stepped = False
 
     def _on_lost(self, store: RemoteStore) -> None:
-        self._tell(self.others, Drop(key=self._wanted.parts[0].key))
+        """What all hosts have of the open step is void."""
+        key = self._wanted.parts[0].key
+        self._tell(Drop(key=key))
+        self.own.drop(key)
         super()._on_lost(store)
 
     def _hear(
@@ -308,7 +273,7 @@ class ReducingLinks(StoreLinks[None]):
         if means.first is not None and means.first.attempt != reduced.attempt:
             means.first = None
         mean, _ = means.take(reduced, payload)
-        self._reduction.arrived(reduced.bucket, mean)
+        self.own.arrived(reduced.bucket, mean)
 
 
 def _part_of(part: Part) -> CountedPart:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
+from unittest.mock import Mock
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from smolcluster.algorithms.DiLoCo.store import Held
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.server.buffers import BufferCollector
 from smolcluster.server.slices import by_name, slice_pieces
+from smolcluster.server.store import Part
 from smolcluster.server.store_host import COORDINATOR, buckets_of
 from smolcluster.server.store_links import NormsArrived, Patience
 from smolcluster.training.optimizer import FlatOptimizer
@@ -191,7 +193,7 @@ class Hosting:
         )
         collector = BufferCollector(self.replica.buffers, self.replica.bucket_bytes)
         self.receivers = {
-            worker: DeltaReceiver(number, codec_up, self.links.layout, collector)
+            worker: DeltaReceiver(number, codec_up, self.links.own.layout, collector)
             for number, worker in enumerate(workers)
         }
         self.stores: list[StoreHost] = []
@@ -245,8 +247,8 @@ class Hosting:
                 event = self.receivers[worker](message, payload)
                 own = event if isinstance(event, DeltaArrived) else own
         if own is None:
-            own = DeltaArrived(0, self.num_requests, fragment, torch.empty(0), {})
-        self.receivers[worker].free(fragment)
+            nothing = Part(fragment, torch.empty(0), Mock())
+            own = DeltaArrived(0, self.num_requests, nothing, {})
         for part in (*self.events, own):
             assert isinstance(part, DeltaArrived | NormsArrived)
             whole = self.links.whole(request, key, part) or whole

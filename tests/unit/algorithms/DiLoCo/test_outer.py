@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,18 +17,22 @@ from smolcluster.algorithms.DiLoCo.fragments import Fragment, cut
 from smolcluster.algorithms.DiLoCo.outer import (
     DelayedNesterov,
     OuterOptimizer,
-    OuterStore,
     outer_defaults,
     refreshed,
     turn,
 )
+from smolcluster.algorithms.DiLoCo.outer_links import OuterSlice
+from smolcluster.errors import ProtocolError
+from smolcluster.server.store import Part
 from smolcluster.training.replica import Replica
 from smolcluster.wire.frames import Frame
-from smolcluster.wire.messages import OuterStep
+from smolcluster.wire.messages import CountedPart, OuterStep, PartKey, SendWeights, TakeStep
 from unit.algorithms.SynchronousPS.actors import small_replica
 
 REPEATABLE = settings(derandomize=True, database=None, max_examples=40)
 NUMBERS = st.floats(-10, 10, width=32)
+IT, ANOTHER = "a" * 8, "b" * 8
+"""Workers."""
 
 
 @pytest.mark.parametrize(("learning_rate", "momentum"), [(0.7, 0.9), (1.0, 0.5), (0.4, 0.3)])
@@ -220,18 +226,44 @@ class Follower:
             self.num_whole += is_whole
 
 
-def store_of(
-    replica: Replica, codec_down: str | None, num_fragments: int
-) -> tuple[OuterStore, Layout]:
-    layout = Layout.of(replica, cut(replica.layers, num_fragments))
-    outer = OuterOptimizer(replica.num_params, 0.7, 0.5)
-    return OuterStore(replica.params, layout, outer, codec_down), layout
+def slice_of(
+    replica: Replica, outer: OuterOptimizer, codec_down: str | None, num_fragments: int = 1
+) -> OuterSlice:
+    """All weights of a replica, as a slice."""
+    return OuterSlice(
+        replica.params,
+        Layout.of(replica, cut(replica.layers, num_fragments)),
+        outer,
+        codec_down,
+        buckets=replica.buckets,
+        span=range(len(replica.buckets)),
+        incarnation="here",
+        is_async=isinstance(outer, DelayedNesterov),
+    )
 
 
-def step(store: OuterStore, layout: Layout, number: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(layout.fragments[number].numel, generator=generator) * 0.01
-    store.step(number, [(1.0, values)], max(store.versions) + 1)
+def step(held: OuterSlice, worker: str, number: int, values: Tensor, **how: Any) -> None:
+    """A worker brings a change of a fragment, and the slice steps along it."""
+    key = PartKey(instance=worker, of=0)
+    held.keep(key, Part(number, values, Mock()))
+    part = CountedPart(key=key, weight=how.pop("weight", 1.0))
+    held.take_step(TakeStep(version=max(held.versions) + 1, parts=(part,), **how))
+
+
+def apply(held: OuterSlice, outer: DelayedNesterov, worker: str, values: Tensor) -> None:
+    """The same, with a weight of its own."""
+    step(held, worker, 0, values, weight=0.25, one_by_one=True, moves_by=outer.count(0.25))
+
+
+def frames_for(held: OuterSlice, number: int, base_version: int) -> Sequence[Frame]:
+    return held.frames_for(
+        SendWeights(
+            instance=IT,
+            version=held.versions[number],
+            fragment=number,
+            base_version=base_version,
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -245,14 +277,16 @@ def test_who_is_some_outer_steps_behind_comes_to_the_stores_weights(
     codec_down: str | None, num_fragments: int, behind: int, is_whole: bool
 ) -> None:
     replica = small_replica("sgd", torch.float32)
-    store, layout = store_of(replica, codec_down, num_fragments)
-    follower = Follower(layout, replica.params, codec_down or "fp32")
+    outer = OuterOptimizer(replica.num_params, 0.7, 0.5)
+    store = slice_of(replica, outer, codec_down, num_fragments)
+    follower = Follower(store.layout, replica.params, codec_down or "fp32")
     for seed in range(2 * behind):
-        for number in range(num_fragments):
-            step(store, layout, number, seed)
+        generator = torch.Generator().manual_seed(seed)
+        for number, fragment in enumerate(store.layout.fragments):
+            step(store, IT, number, torch.randn(fragment.numel, generator=generator) * 0.01)
         if (seed + 1) % behind == 0:
             for number in range(num_fragments):
-                follower.take(store.frames_for("it", number, follower.versions[number]))
+                follower.take(frames_for(store, number, follower.versions[number]))
             assert torch.equal(follower.weights, replica.params)
     assert follower.num_whole == (2 * num_fragments if is_whole else 0)
 
@@ -261,51 +295,49 @@ def test_who_is_some_outer_steps_behind_comes_to_the_stores_weights(
 def test_what_a_followed_worker_is_sent_leads_to_the_weights(codec_down: str | None) -> None:
     """It is sent the way from what it has: what the codec loses of one way is in the next."""
     replica = small_replica()
-    layout = Layout.of(replica, cut(replica.layers, 1))
     outer = DelayedNesterov(replica.num_params, 0.7, 0.5, momentum_delay=2)
-    store = OuterStore(replica.params, layout, outer, codec_down, is_async=True)
-    follower = Follower(layout, replica.params, codec_down or "fp32")
-    store.follow("it")
+    store = slice_of(replica, outer, codec_down)
+    follower = Follower(store.layout, replica.params, codec_down or "fp32")
+    store.follow(IT)
     generator = torch.Generator().manual_seed(0)
-    for version in (1, 2, 3):  # as often as others have brought changes meanwhile
-        values = torch.randn(replica.num_params, generator=generator) * 0.01
-        store.apply("another", values, 0.25, outer.count(0.25), version)
+    for _ in range(3):  # as often as others have brought changes meanwhile
+        apply(store, outer, ANOTHER, torch.randn(replica.num_params, generator=generator) * 0.01)
     for _ in range(8):
-        follower.take(store.frames_for("it", 0, follower.versions[0]))
+        follower.take(frames_for(store, 0, follower.versions[0]))
     assert follower.versions == [3]
     torch.testing.assert_close(follower.weights, replica.params, rtol=0, atol=1e-6)
-    store.leave("it")
+    store.leave(IT)
 
 
 def test_changes_one_by_one_need_delayed_momentum() -> None:
-    store, _ = store_of(replica := small_replica(), None, 1)
-    with pytest.raises(TypeError, match="OuterOptimizer takes the changes of all workers at once"):
-        store.apply("it", torch.zeros(replica.num_params), 1.0, None, 1)
+    replica = small_replica()
+    store = slice_of(replica, OuterOptimizer(replica.num_params, 0.7, 0.5), None)
+    with pytest.raises(ProtocolError, match="one by one that are taken together"):
+        step(store, IT, 0, torch.zeros(replica.num_params), one_by_one=True)
 
 
 @pytest.mark.parametrize("codec_down", [None, "int8"])
 def test_a_change_is_counted_from_what_its_worker_has(codec_down: str | None) -> None:
     """Also with a codec that loses some of it, and after the worker has gone."""
     replica = small_replica()
-    layout = Layout.of(replica, cut(replica.layers, 1))
     outer = DelayedNesterov(replica.num_params, 0.7, 0.5, momentum_delay=9)
-    store = OuterStore(replica.params, layout, outer, codec_down, is_async=True)
-    follower = Follower(layout, replica.params, codec_down or "fp32")
-    store.follow("it")
+    store = slice_of(replica, outer, codec_down)
+    follower = Follower(store.layout, replica.params, codec_down or "fp32")
+    store.follow(IT)
     generator = torch.Generator().manual_seed(0)
     for version in range(1, 7):
-        worker = "another" if version % 2 else "it"
+        worker = ANOTHER if version % 2 else IT
         values = torch.randn(replica.num_params, generator=generator) * 0.01
         expected, start = replica.params.clone(), None if version % 2 else follower.weights
         reference = DelayedNesterov(replica.num_params, 0.7, 0.5, momentum_delay=9)
         reference.apply(expected, values, 0.25, None, start=start)
-        store.apply(worker, values, 0.25, outer.count(0.25), version)
+        apply(store, outer, worker, values)
         assert torch.equal(replica.params, expected)
         if version == 4:
-            follower.take(store.frames_for("it", 0, follower.versions[0]))
+            follower.take(frames_for(store, 0, follower.versions[0]))
             assert torch.equal(follower.weights, replica.params) == (codec_down is None)
-    store.leave("it")
+    store.leave(IT)
     values = torch.ones(replica.num_params)
     expected = replica.params - 0.7 * 0.25 * values
-    store.apply("it", values, 0.25, outer.count(0.25), 7)
+    apply(store, outer, IT, values)
     torch.testing.assert_close(replica.params, expected)

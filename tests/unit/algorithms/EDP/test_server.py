@@ -1,5 +1,6 @@
 """EDP's server in the test's own hands: what becomes of every push, and who gets which weights and leases."""
 
+import operator
 import struct
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -62,6 +63,8 @@ class Puppet:
         self.hand = hand
         self.replica = stage.workers_replica()
         self._sender = GradientSender(stage.parts.context.codec, self.replica)
+        self.scale = 1.0
+        """How many times as long its gradients are as those of others."""
 
     def weights(self) -> tuple[int, Tensor]:
         """The weights that the server sends next, with their version."""
@@ -86,7 +89,7 @@ class Puppet:
         seed: int = 0,
         weights: Tensor | None = None,
     ) -> list[Frame]:
-        set_gradient(self.replica, seed)
+        self.replica.grads.copy_(set_gradient(self.replica, seed).mul_(self.scale))
         return list(self._sender.frames(lease, base_version, BatchLoss(0.5, 8), 0.25, weights))
 
     def push(
@@ -323,6 +326,31 @@ def test_a_push_with_nan_costs_its_connection_and_nothing_else(stage: Stage) -> 
     assert honest.push(honest_lease).outcome == "applied"
 
 
+UNCLIPPED = ("gradient_clipping.enabled=false", "optimizer=adam")
+
+
+@pytest.mark.parametrize(
+    ("stage", "is_applied"), [(UNCLIPPED, False), ((), True)], indirect=["stage"]
+)
+def test_a_push_out_of_all_proportion_changes_nothing_unless_it_is_clipped(
+    stage: Stage, is_applied: bool
+) -> None:
+    puppet, lease = working(stage)
+    stage.server.norms.add(2.0, "worker 2")
+    replica = stage.server.replica
+    before = stage.weights, {name: each.clone() for name, each in replica.optimizer.state.items()}
+    puppet.scale = 1e12
+    assert puppet.push(lease).outcome == ("applied" if is_applied else "non_finite")
+    moved = (stage.weights - before[0]).norm()
+    rate = stage.parts.context.run.train.learning_rate
+    assert (0 < moved <= rate * 1.001) if is_applied else moved == 0
+    for name, each in () if is_applied else replica.optimizer.state.items():
+        assert torch.equal(each, before[1][name])
+    stage.hand_out()
+    puppet.scale = 1.0
+    assert puppet.push(puppet.lease()).outcome == "applied", "its memory is free again"
+
+
 def test_weights_that_do_not_exist_yet_cost_the_connection(stage: Stage) -> None:
     puppet, lease = working(stage)
     before = stage.weights
@@ -393,22 +421,16 @@ def test_what_a_fenced_session_still_pushes_is_ignored(stage: Stage) -> None:
 
 def test_pulls_of_one_version_share_one_copy(stage: Stage) -> None:
     one, lease = working(stage, 1)
-    other, _ = working(stage, 2)
-    assert stage.server.stores.snapshot is not None
-    first = stage.server.stores.snapshot[1]
-    for puppet in (one, other):
-        puppet.hand.say(Pull())
-    stage.house.until(lambda: len(stage.house.events) == 4)
-    assert stage.server.stores.snapshot[1] is first
-    for puppet in (one, other):
-        assert torch.equal(puppet.weights()[1], stage.weights)
+    stores = stage.server.stores
+    frames = stores.send_whole(INSTANCE, 0)
+    assert all(map(operator.is_, stores.send_whole("f" * 16, 0), frames))
     one.push(lease)
     one.hand.say(Pull())
-    stage.house.until(lambda: len(stage.house.events) == 6)
+    stage.house.until(lambda: len(stage.house.events) == 3)
     version, weights = one.weights()
     assert version == 1
     assert torch.equal(weights, stage.weights)
-    assert stage.server.stores.snapshot[1] is not first
+    assert stores.send_whole(INSTANCE, 1)[0] is not frames[0]
 
 
 def test_what_waits_in_a_queue_does_not_change_when_the_weights_do(stage: Stage) -> None:
@@ -418,8 +440,7 @@ def test_what_waits_in_a_queue_does_not_change_when_the_weights_do(stage: Stage)
     puppet.hand.say(Pull())  # the version is the same: so are the frames, wherever they lie
     stage.house.until(lambda: len(stage.house.events) == 2)
     assert puppet.weights()[0] == version
-    assert stage.server.stores.snapshot is not None
-    frame = stage.server.stores.snapshot[1][0]
+    frame = stage.server.stores.send_whole(INSTANCE, version)[0]
     first = before[stage.server.replica.buckets[0]]
     assert torch.equal(torch.frombuffer(frame.payload, dtype=torch.float32), first)
 

@@ -141,7 +141,16 @@ def deliver(frame: Frame, receiver: Receiver) -> Event | None:
 
 def reduction_of(replica: Replica, codec_name: str) -> Reduction:
     """The sums of a server that has this replica."""
-    return Reduction(replica.buckets, codec_name, replica.grads, replica.parameter_at)
+    every = range(len(replica.buckets))
+    return Reduction(
+        replica.buckets,
+        codec_name,
+        replica.grads,
+        replica.parameter_at,
+        span=every,
+        kept=every,
+        incarnation="here",
+    )
 
 
 def opened_step(version: int, sizes: Sequence[int], num_buckets: int = 3) -> Step:

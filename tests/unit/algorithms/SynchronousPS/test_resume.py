@@ -120,7 +120,7 @@ def train(replica: Replica, reduction: Reduction, versions: range) -> list[Tenso
 def saved(folder: Path, replica: Replica, reduction: Reduction, step: int) -> Checkpoint:
     """What a checkpoint on the disk makes of a server."""
     store = CheckpointStore(folder / "checkpoints", 9, logger([]))
-    store.save(Snapshot.of(replica, state_at(step), reduction.residual()))
+    store.save(Snapshot.of(replica, state_at(step), reduction.contents()))
     found = store.newest_good()
     assert found is not None
     return found
@@ -130,7 +130,7 @@ def resumed(checkpoint: Checkpoint, codec: str) -> tuple[Replica, Reduction]:
     replica = small_replica("adam", DTYPES[codec])
     replica.params.fill_(7.0)
     reduction = reduction_of(replica, codec)
-    restore(replica, checkpoint, reduction.residual())
+    restore(replica, checkpoint, reduction.contents())
     reduction.resume()
     return replica, reduction
 
@@ -150,24 +150,24 @@ def test_a_server_that_goes_on_applies_bit_for_bit_what_it_would_have(
     assert torch.equal(again.params, replica.params)
     for name, tensor in replica.optimizer.state.items():
         assert torch.equal(again.optimizer.state[name], tensor), name
-    for name, tensor in reduction.residual().items():
-        assert torch.equal(other.residual()[name], tensor)
+    for name, tensor in reduction.contents().items():
+        assert torch.equal(other.contents()[name], tensor)
 
 
 @pytest.mark.parametrize("codec", LOSSY)
 def test_what_is_owed_is_of_the_steps_that_are_closed(codec: str) -> None:
     replica = small_replica("sgd", DTYPES[codec])
     reduction = reduction_of(replica, codec)
-    assert not bool(reduction.residual()[RESIDUAL].any())
+    assert not bool(reduction.contents()[RESIDUAL].any())
     train(replica, reduction, range(1, 3))
-    owed = reduction.residual()[RESIDUAL].clone()
+    owed = reduction.contents()[RESIDUAL].clone()
     assert bool(owed.any())
     step = opened_step(3, [5])
     reduction.open(step)
     add_part(reduction, replica, step.assignments[0], random_gradient(replica.num_params, 99))
-    assert torch.equal(reduction.residual()[RESIDUAL], owed), "not before the step is taken"
+    assert torch.equal(reduction.contents()[RESIDUAL], owed), "not before the step is taken"
     reduction.close()
-    assert not torch.equal(reduction.residual()[RESIDUAL], owed)
+    assert not torch.equal(reduction.contents()[RESIDUAL], owed)
 
 
 @pytest.mark.parametrize("codec", LOSSLESS)
@@ -175,9 +175,9 @@ def test_a_lossless_codec_keeps_nothing(codec: str) -> None:
     replica = small_replica("sgd", DTYPES[codec])
     reduction = reduction_of(replica, codec)
     train(replica, reduction, range(1, 3))
-    assert reduction.residual() == {}
+    assert reduction.contents() == {}
     reduction.resume()
-    assert reduction.residual() == {}
+    assert reduction.contents() == {}
 
 
 @pytest.mark.parametrize("codec", LOSSY)
@@ -231,7 +231,7 @@ def checkpoint_of(parts: Parts, folder: Path, step: int = 4, **changes: Any) -> 
             server.report.step_taken(StepTaken(version, batch, 0.5, 1e-3, 1.0, {}, 1))
         replica = parts.context.training.replica
         replica.params.fill_(0.25)
-        owed = server.reduction.residual()
+        owed = server.reduction.contents()
         owed[RESIDUAL].fill_(0.125)
         state = server.report.training_state({}).model_copy(update=changes)
         store = CheckpointStore(folder / "checkpoints", 9, logger([]))
@@ -263,7 +263,7 @@ def test_a_server_stands_where_its_checkpoint_stood(parts: Parts, tmp_path: Path
     assert server.next_batch(1) == fresh[4]
     replica = parts.context.training.replica
     assert torch.equal(replica.params, torch.full_like(replica.params, 0.25))
-    (owed,) = server.reduction.residual().values()
+    (owed,) = server.reduction.contents().values()
     assert torch.equal(owed, torch.full_like(owed, 0.125))
     assert parts.happened(RunResumed) == [RunResumed(step=4, samples_applied=count)]
 

@@ -140,7 +140,7 @@ class Puppet:
 
         self._stage.house.until(caught_up)
         came: list[State | Reduced] = []
-        for _ in range(NUM_BUCKETS + server.num_reduced):
+        for _ in range(NUM_BUCKETS + len(server.reduction.means)):
             message, payload = self.hand.hear()
             assert isinstance(message, State | Reduced)
             if isinstance(message, State):
@@ -311,9 +311,9 @@ def test_half_of_the_parts_is_not_enough_and_a_complete_bucket_goes_back_at_once
     one, its_part, other, other_part = two(stage)
     one.push(its_part)
     stage.advance(LONGER)
-    assert (stage.server.version, stage.server.num_reduced) == (0, 0)
+    assert (stage.server.version, stage.server.reduction.means) == (0, [])
     left = other.begin(other_part, count=2)
-    stage.house.until(lambda: stage.server.num_reduced == 2)
+    stage.house.until(lambda: len(stage.server.reduction.means) == 2)
     assert [other.hand.hear_a(Reduced).bucket for _ in range(2)] == [0, 1]
     assert stage.server.version == 0
     other.send(left)
@@ -654,7 +654,7 @@ def test_who_was_beaten_in_mid_push_is_told_how_much_of_it_counted(stage: Stage)
     one, its_part, other, other_part = two(stage)
     one.push(its_part, seed=1)
     left = other.begin(other_part, seed=2)
-    stage.house.until(lambda: stage.server.num_reduced == 1)
+    stage.house.until(lambda: len(stage.server.reduction.means) == 1)
     stage.advance(LONGER)
     assert one.hand.hear_a(Reduced).bucket == 0
     backup = one.part()

@@ -40,7 +40,7 @@ from smolcluster.wire.messages import (
 )
 from smolcluster.wire.session import Session
 from smolcluster.wire.streams import bucket_spec
-from unit.algorithms.SynchronousPS.actors import commit_of, opened_step, reduction_of
+from unit.algorithms.SynchronousPS.actors import commit_of, opened_step, push_of
 from unit.server.test_store_links import (
     LISTENING,
     NODES,
@@ -97,12 +97,9 @@ def test_what_is_of_no_part_of_the_step_does_not_count(stray: Push) -> None:
 
 def links_of(codec: str) -> ReducingLinks:
     """Links of a server at step 5."""
-    replica = new_replica()
-    reduction = reduction_of(replica, codec)
     links = ReducingLinks(
-        replica,
+        new_replica(),
         NODES,
-        reduction=reduction,
         run=local_settings(algorithm="syncps").run_config("test-run", "syncps"),
         codec=codec,
         incarnation="here",
@@ -127,7 +124,8 @@ def test_a_store_that_owes_means_and_says_nothing_is_cut() -> None:
     win, pi5 = (open_session(links, node, 1 + n) for n, node in enumerate(NODES[1:]))
     for each in (win, pi5):
         links.handle(MessageReceived(each.session_id, LISTENING))
-    links.open_step(opened_step(6, [8], len(links.own_span)))
+    step = opened_step(6, [8], len(links.own_span))
+    links.open_step(step)
     for bucket in range(3, 6):
         links.take_mean(reduced(links, bucket))
     links.take_mean(reduced(links, 6, attempt=0))
@@ -141,6 +139,12 @@ def test_a_store_that_owes_means_and_says_nothing_is_cut() -> None:
     assert not links.has_all_means
     for bucket in range(6, 10):
         links.take_mean(reduced(links, bucket))
+    assert not links.has_all_means, "the server's own are missing"
+    [assignment] = step.assignments
+    for bucket in links.own_span:
+        own = push_of(assignment.key, bucket).model_copy(update={"base_version": 5})
+        links.own.add(assignment.session_id, own, torch.ones(64), 1.0)
+    assert len(list(links.own.new_means())) == 3
     assert links.has_all_means
 
 
@@ -265,7 +269,7 @@ def test_a_store_adds_up_what_comes_tells_what_has_counted_and_sends_the_mean(he
     assert isinstance(again, Arrived)
     assert again.tensor.shape == (0, 1), "it counts once"
     obey(held, TakeStep(version=1, parts=(), learning_rate=0.1))
-    assert held._reduced == []
+    assert held._slice.means == []
 
 
 def test_nothing_of_a_step_that_is_void_is_sent_any_more(held: Held) -> None:
