@@ -237,7 +237,7 @@ def serve(bare_port: int, port: int, num_buckets: int) -> None:
 def acknowledge(session: Session, event: Event) -> None:
     """Answer a Pull or a whole push, as the server's loop does."""
     if isinstance(event, Pushed):
-        event.receiver.free()
+        event.free()
     session.send(Ack(lease=LEASE, outcome="applied", version=1001))
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from peers import opened, small_replica
 from smolcluster.algorithms.DiLoCo.exchange import (
+    ChangeReceiver,
     DeltaArrived,
-    DeltaReceiver,
     Encoder,
     Layout,
     delta_frames,
@@ -37,6 +37,7 @@ from smolcluster.server.offering import (
 )
 from smolcluster.server.push import GradientReceiver, GradientSender
 from smolcluster.server.slices import slice_frames, slice_pieces
+from smolcluster.server.store import PartArrived
 from smolcluster.server.weights import StateReceiver
 from smolcluster.training.buffers import ModelBuffers
 from smolcluster.training.compute import BatchLoss
@@ -154,13 +155,13 @@ def changes(number: int) -> list[Frame]:
 
 def change_receiver() -> Taker:
     collector = BufferCollector(ModelBuffers(nn.Linear(1, 1)), 64)
-    receiver = DeltaReceiver(1, "int8", fragments(), collector)
+    receiver = ChangeReceiver(1, "int8", fragments(), collector)
 
     def take(message: Message, payload: memoryview) -> Event | None:
         event = receiver(message, payload)
-        if isinstance(event, DeltaArrived):
-            event.part.free()
-        return event
+        if isinstance(event, PartArrived):
+            event.free()
+        return event if isinstance(event, DeltaArrived) and event.part else None
 
     return take
 
@@ -197,7 +198,8 @@ def push_receiver() -> Taker:
 
     def take(message: Message, payload: memoryview) -> Event | None:
         event = receiver(message, payload)
-        receiver.free()
+        if isinstance(event, PartArrived):
+            event.free()
         return event
 
     return take

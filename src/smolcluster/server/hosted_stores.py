@@ -7,7 +7,7 @@ from torch import Tensor
 
 from smolcluster.errors import ProtocolError
 from smolcluster.server.push import Pushed
-from smolcluster.server.store import Counted, HeldSlice, Part, Store, state_of
+from smolcluster.server.store import Counted, HeldSlice, Store, state_of
 from smolcluster.server.store_links import StoreLinks
 from smolcluster.training.replica import Replica
 from smolcluster.wire.messages import WEIGHTS, CountedPart, PartKey, SliceRule, TakeStep
@@ -89,10 +89,6 @@ class HostedStores(StoreLinks[Pushed]):
         """Whether of a push of this session its own part has arrived, and not all others."""
         owns = (pending.own for pending in self._pending.values())
         return any(own is not None and own.session_id == session_id for own in owns)
-
-    def take(self, key: PartKey, pushed: Pushed) -> Pushed | None:
-        """The server's part of a push has come; see `keep`."""
-        return self.keep(key, Part(0, pushed.gradient, pushed.receiver.free), pushed)
 
     def norm(self, key: PartKey) -> float:
         """L2 norm of a push; of weights, that of the way to them."""

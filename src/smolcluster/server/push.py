@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from smolcluster.codec.feedback import ErrorFeedback
 from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import NonFiniteLoss, ProtocolError
 from smolcluster.server.buffers import BufferCollector
+from smolcluster.server.store import Part, PartArrived
 from smolcluster.training.buffers import BufferValues
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import Replica
@@ -188,18 +190,14 @@ def push_assembler(
     return Assembler("push", pieces_of, memory_for, varies=("held_s",))
 
 
-@dataclass(frozen=True)
-class Pushed(Event):
-    """A whole push has arrived: a `gradient` (num_params,), or with the update rule `mixing` weights.
+@dataclass(frozen=True, kw_only=True)
+class Pushed(PartArrived):
+    """A whole push has arrived: a gradient (num_params,), or with the update rule `mixing` weights.
 
     Where its receiver takes only some buckets it is of these. `buffers`: what computing it has added to them.
-    The tensor is the server's until `receiver.free()`.
     """
 
-    session_id: int
     push: Push
-    gradient: Tensor
-    receiver: "GradientReceiver"
     buffers: BufferValues
 
 
@@ -263,18 +261,18 @@ class GradientReceiver(Receiver):
         self._pushes = push_assembler(
             buckets, codec_name, self._memory.take, has_loss_scale=has_loss_scale, span=span
         )
-        self._gradient: Tensor | None = None
-        """Of the push that was handed over and is still needed."""
+        self._first_bucket = 0 if span is None else span.start
+        self._is_needed = False
+        """Whether a push was handed over that is not free."""
 
     @property
     def in_progress(self) -> bool:
         return self._pushes.first is not None
 
-    def free(self) -> None:
-        """The push that was handed over is needed no more."""
-        gradient, self._gradient = self._gradient, None
-        if gradient is not None:
-            self._memory.give_back(gradient)
+    def _free(self, gradient: Tensor) -> None:
+        """A push that was handed over is needed no more. Any thread."""
+        self._memory.give_back(gradient)
+        self._is_needed = False
 
     def close(self) -> None:
         if (gradient := self._pushes.take_back()) is not None:
@@ -286,7 +284,7 @@ class GradientReceiver(Receiver):
         Raises:
             ProtocolError: none may come yet.
         """
-        if self._gradient is not None:
+        if self._is_needed:
             raise ProtocolError("it pushed again before its last push was acknowledged")
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
@@ -304,8 +302,17 @@ class GradientReceiver(Receiver):
         _, gradient = self._pushes.take(message, payload)
         if gradient is None:
             return None
-        self._gradient = gradient
+        self._is_needed = True
         (lease, buffers), self._buffers = self._buffers, (None, {})
         if lease != message.lease:
             buffers = {}
-        return Pushed(self.session_id, message, gradient, self, buffers)
+        return Pushed(
+            session_id=self.session_id,
+            of=message.lease,
+            fragment=0,
+            bucket=self._first_bucket,
+            values=gradient,
+            part=Part(0, gradient, partial(self._free, gradient)),
+            push=message,
+            buffers=buffers,
+        )

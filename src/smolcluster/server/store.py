@@ -26,9 +26,11 @@ from smolcluster.training.optimizer import STEP_COUNT, FlatOptimizer, bucket_nor
 from smolcluster.training.replica import Replica
 from smolcluster.training.torch_optimizer import Optimizer
 from smolcluster.wire.frames import Frame
+from smolcluster.wire.inbox import Event
 from smolcluster.wire.messages import (
     WEIGHTS,
     CountedPart,
+    LeaseKey,
     OuterRule,
     PartKey,
     SendWeights,
@@ -64,6 +66,23 @@ class Part:
     values: Tensor
     free: Callable[[], None]
     """The coordinator has decided on it: its worker may send more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartArrived(Event):
+    """Buckets of a fragment's part have come, from `bucket` on: `values` (m,); with the last one `part`."""
+
+    session_id: int
+    of: LeaseKey | int
+    fragment: int
+    bucket: int
+    values: Tensor
+    part: Part | None
+
+    def free(self) -> None:
+        """Nobody waits for it."""
+        if self.part is not None:
+            self.part.free()
 
 
 class HeldSlice(ABC):
@@ -127,16 +146,17 @@ class HeldSlice(ABC):
 
     # what the coordinator says
 
-    def keep(self, key: PartKey, part: Part) -> bool:
-        """All of a part is here; returns whether it is kept.
+    def take(self, key: PartKey, came: PartArrived) -> Sequence[Sequence[float]] | None:
+        """Buckets of a part are here; returns their `norms`, and keeps the part when it is whole.
 
-        One that was sent before is freed instead: the first one may count already.
+        One that was sent before is freed instead (None): the first one may count already.
         """
-        if key in self._parts:
-            part.free()
-            return False
-        self._parts[key] = part
-        return True
+        if came.part is not None and key in self._parts:
+            came.free()
+            return None
+        if came.part is not None:
+            self._parts[key] = came.part
+        return self.norms(came.fragment, came.bucket, came.values)
 
     def take_mean(self, wanted: TakeMean) -> Sequence[Sequence[float]]:
         """Have the mean of parts of a fragment ready for the next step; returns its `norms`."""

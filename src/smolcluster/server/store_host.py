@@ -29,7 +29,7 @@ from smolcluster.codec.registry import get_codec
 from smolcluster.errors import PeerLost, ProtocolError, RunFailed
 from smolcluster.server.joining import Follower, RunOver, check_goes_on
 from smolcluster.server.slices import arrived, by_name, slice_pieces
-from smolcluster.server.store import HeldSlice, Part
+from smolcluster.server.store import HeldSlice, PartArrived
 from smolcluster.training.replica import cut
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_bytes
@@ -46,7 +46,6 @@ from smolcluster.wire.messages import (
     Gather,
     Goodbye,
     HostPort,
-    LeaseKey,
     Listening,
     Message,
     PartKey,
@@ -261,18 +260,6 @@ def _told(given: Slice) -> tuple[int, int, int]:
     return given.first + 1, given.stop, -(-given.num_params // given.bucket_length)
 
 
-@dataclass(frozen=True)
-class PartArrived(Event):
-    """Buckets of a fragment's part have come, from `bucket` on: `values` (m,); with the last one `part`."""
-
-    session_id: int
-    of: LeaseKey | int
-    fragment: int
-    bucket: int
-    values: Tensor
-    part: Part | None
-
-
 class SliceHost(ABC):
     """A slice and the workers' sessions: what a store is from the moment at which it has been given one.
 
@@ -384,14 +371,12 @@ class SliceHost(ABC):
         """Tell the norms of what has come; keep what is whole until the coordinator decides on it."""
         if not isinstance(event, PartArrived):
             return
-        part, instance = event.part, self._instance_of(event.session_id)
+        instance = self._instance_of(event.session_id)
         if instance is None:  # void, for its process has connected again
-            if part is not None:
-                part.free()
+            event.free()
             return
         key = PartKey(instance=instance, of=event.of)
-        if part is None or self._slice.keep(key, part):
-            norms = self._slice.norms(event.fragment, event.bucket, event.values)
+        if (norms := self._slice.take(key, event)) is not None:
             coordinator.send(*arrived(key, event.fragment, event.bucket, norms))
 
     def _obey(self, message: Message, coordinator: Session) -> None:

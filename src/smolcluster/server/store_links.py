@@ -39,7 +39,7 @@ from smolcluster.server.slices import (
     slice_pieces,
     spans,
 )
-from smolcluster.server.store import HeldSlice, Part
+from smolcluster.server.store import HeldSlice, PartArrived
 from smolcluster.training.optimizer import STEP_COUNT, FlatOptimizer
 from smolcluster.training.replica import Replica
 from smolcluster.utils.retry import Deadline
@@ -82,7 +82,7 @@ GATHER_SLOWER = 20.0
 CLOSING_TIMEOUT_S = 3.0
 
 
-Own = TypeVar("Own")
+Own = TypeVar("Own", bound=PartArrived)
 StepsUndone = Callable[[str, int, float], None]
 """Called with a node, how many steps its store had taken, and the share of the weights in its slice."""
 
@@ -104,7 +104,7 @@ class NormsArrived(Event):
 
 @dataclass
 class Pending(Generic[Own]):
-    """What has arrived of a fragment, on all hosts: norms by bucket, and what came with the server's part."""
+    """What has arrived of a part: norms by bucket, and the last that has come of the server's own."""
 
     fragment: int = 0
     own: Own | None = None
@@ -207,7 +207,7 @@ class StoreLinks(ABC, Generic[Own]):
     """All slices of a run: `own`, which is in this process, and those of stores on other hosts.
 
     Only the deciding thread calls it. What a slice holds, and how it changes, is a subclass's matter. `Own`
-    is what comes with this process's share of a part.
+    is what tells of parts that have come to this process.
     """
 
     own: HeldSlice
@@ -525,17 +525,19 @@ class StoreLinks(ABC, Generic[Own]):
         store.heard_at = time.monotonic()
         return True
 
-    def keep(self, key: PartKey, part: Part, of: Own) -> Own | None:
-        """What belongs to this process of a part has come; returns `of` once all of it is everywhere."""
-        pending = self._pending.setdefault(key, Pending(part.fragment))
-        pending.own, first = of, self.own.held(part.fragment).start
-        self.own.keep(key, part)
+    def take(self, key: PartKey, came: Own) -> Own | None:
+        """Buckets of a part have come to this process; returns the last of these once all are everywhere."""
+        pending = self._pending.setdefault(key, Pending(came.fragment))
+        if came.part is not None:
+            pending.own = came
         with self._replica.meter("apply"):
-            pending.take(first, self.own.norms(part.fragment, first, part.values))
+            norms = self.own.take(key, came)
+        if norms is not None:
+            pending.take(came.bucket, norms)
         return pending.own if self._has_all_norms(pending) else None
 
     def collect(self, key: PartKey, told: NormsArrived) -> Own | None:
-        """A store has buckets of a part; returns as `keep`."""
+        """A store has buckets of a part; returns as `take`."""
         pending = self._pending.setdefault(key, Pending(told.fragment))
         pending.take(told.first, told.norms)
         return pending.own if self._has_all_norms(pending) else None

@@ -13,8 +13,8 @@ from torch import Tensor
 from harness import local_settings
 from peers import opened, store_setup
 from smolcluster.server.slices import by_name, place_of
-from smolcluster.server.store import Counted, HeldSlice, Part, mean_of
-from smolcluster.server.store_host import COORDINATOR, PartArrived, SliceHost
+from smolcluster.server.store import Counted, HeldSlice, Part, PartArrived, mean_of
+from smolcluster.server.store_host import COORDINATOR, SliceHost
 from smolcluster.server.store_links import NormsArrived, Patience, StoreLinks
 from smolcluster.training.optimizer import bucket_norms
 from smolcluster.training.replica import Replica
@@ -59,7 +59,7 @@ class SignSlice(HeldSlice):
         sign_step(self._weights, parts, step.learning_rate or 0.0)
 
 
-class SignLinks(StoreLinks[int]):
+class SignLinks(StoreLinks[PartArrived]):
     """The server's side: what slices hold, and what is said when they step."""
 
     def __init__(self, replica: Replica, nodes: Sequence[str], **links: Any) -> None:
@@ -117,14 +117,22 @@ def test_a_rule_of_ones_own_steps_on_two_hosts_as_on_one() -> None:
         key = PartKey(instance=worker, of=number)
         keys.append(key)
         held._workers[worker] = Mock(session_id=number)
-        theirs = gradient[place.stop :]
-        arrived = PartArrived(number, number, 0, given.first, theirs, Part(0, theirs, free))
-        own = Part(0, gradient[place], free)
-        assert links.keep(key, own, number) is None, "its other part is not there"
-        held.handle(arrived, cast(Session, coordinator))
+        own, theirs = (
+            PartArrived(
+                session_id=number,
+                of=number,
+                fragment=0,
+                bucket=bucket,
+                values=values,
+                part=Part(0, values, free),
+            )
+            for bucket, values in ((0, gradient[place]), (given.first, gradient[place.stop :]))
+        )
+        assert links.take(key, own) is None, "its other part is not there"
+        held.handle(theirs, cast(Session, coordinator))
         norms = told.pop()
         assert isinstance(norms, NormsArrived)
-        assert links.collect(key, norms) == number
+        assert links.collect(key, norms) is own
     links.step(keys, 0.1)
     sign_step(expected, whole, 0.1)
     assert links.gather(1)

@@ -315,7 +315,7 @@ def test_a_lossless_push_arrives_bit_for_bit(codec: str, dtype: torch.dtype) -> 
     assert receiver.in_progress
     (event,) = deliver(frames[2:], receiver)
     assert isinstance(event, Pushed)
-    assert torch.equal(event.gradient, gradient)
+    assert torch.equal(event.values, gradient)
     assert (event.session_id, event.push.base_version, event.push.loss) == (SESSION, 7, 0.5)
     assert (event.push.lease, event.push.num_samples) == (lease(), 32)
 
@@ -327,14 +327,14 @@ def test_the_gradient_is_the_servers_until_it_says_otherwise(replica: Replica) -
     (event,) = deliver(frames, receiver)
     assert isinstance(event, Pushed)
     assert not receiver.in_progress, "it is whole"
-    kept = event.gradient.clone()
+    kept = event.values.clone()
     with pytest.raises(ProtocolError, match="before its last push was acknowledged"):
         deliver(frames[:1], receiver)
-    assert torch.equal(event.gradient, kept)
-    event.receiver.free()
+    assert torch.equal(event.values, kept)
+    event.free()
     (again,) = deliver(frames, receiver)
     assert isinstance(again, Pushed)
-    assert again.gradient.data_ptr() == event.gradient.data_ptr(), "its memory is used again"
+    assert again.values.data_ptr() == event.values.data_ptr(), "its memory is used again"
 
 
 def test_workers_push_into_the_same_memory_one_after_another(replica: Replica) -> None:
@@ -346,13 +346,13 @@ def test_workers_push_into_the_same_memory_one_after_another(replica: Replica) -
     (second,) = deliver(frames, other)
     assert isinstance(first, Pushed)
     assert isinstance(second, Pushed)
-    assert first.gradient.data_ptr() != second.gradient.data_ptr(), "both are under way"
-    first.receiver.free()
-    assert torch.equal(second.gradient, gradient)
-    second.receiver.free()
+    assert first.values.data_ptr() != second.values.data_ptr(), "both are under way"
+    first.free()
+    assert torch.equal(second.values, gradient)
+    second.free()
     (third,) = deliver(frames, one)
     assert isinstance(third, Pushed)
-    assert third.gradient.data_ptr() in {first.gradient.data_ptr(), second.gradient.data_ptr()}
+    assert third.values.data_ptr() in {first.values.data_ptr(), second.values.data_ptr()}
 
 
 def test_memory_of_a_push_that_breaks_off_is_given_back(replica: Replica) -> None:
@@ -375,10 +375,10 @@ def test_memory_of_a_whole_push_outlives_its_session(replica: Replica) -> None:
     assert isinstance(event, Pushed)
     receiver.close()
     memory.take(replica.num_params, torch.float32).zero_()
-    assert torch.equal(event.gradient, gradient)
-    event.receiver.free()
+    assert torch.equal(event.values, gradient)
+    event.free()
     again = memory.take(replica.num_params, torch.float32)
-    assert again.data_ptr() == event.gradient.data_ptr()
+    assert again.data_ptr() == event.values.data_ptr()
 
 
 def test_memory_of_many_pushes_at_one_time_is_let_go_when_it_is_not_needed_again() -> None:

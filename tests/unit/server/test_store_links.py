@@ -15,6 +15,7 @@ from smolcluster.errors import ClusterEmpty, NonFiniteLoss
 from smolcluster.server.hosted_stores import HostedStores
 from smolcluster.server.push import Pushed
 from smolcluster.server.slices import place_of, slice_frames
+from smolcluster.server.store import Part
 from smolcluster.server.store_links import (
     GATHER_SLOWER,
     NormsArrived,
@@ -168,7 +169,16 @@ def pushed(stores: HostedStores) -> Pushed:
     """The server's own part of a push."""
     place = place_of(stores._replica.buckets, stores.own_span)
     gradient = torch.zeros_like(stores._replica.params[place])
-    return Pushed(0, Mock(), gradient, Mock(), {})
+    return Pushed(
+        session_id=0,
+        of=0,
+        fragment=0,
+        bucket=0,
+        values=gradient,
+        part=Part(0, gradient, Mock()),
+        push=Mock(),
+        buffers={},
+    )
 
 
 def norms_of(stores: HostedStores, session_id: int, key: PartKey) -> NormsArrived:

@@ -7,8 +7,6 @@ outer step, to the next outer step. The server takes the same decoded step as it
 same weights before has the same weights after it, bit for bit.
 """
 
-import math
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ from smolcluster.codec.registry import get_codec, lossless_for
 from smolcluster.errors import NonFiniteLoss, PeerLost, ProtocolError
 from smolcluster.server.buffers import BufferCollector
 from smolcluster.server.link import Link
-from smolcluster.server.store import Part
+from smolcluster.server.store import Part, PartArrived
 from smolcluster.server.store_client import StoreClient
 from smolcluster.server.weights import StateReceiver, WeightsArrived
 from smolcluster.training.buffers import BufferValues
@@ -216,21 +214,14 @@ def outer_frames(
     return stream_frames(make, layout.pieces(number, codec), encoded)
 
 
-@dataclass(frozen=True)
-class DeltaArrived(Event):
-    """A fragment's change has come, as far as it comes here: `part`, and what buffers have gained.
+@dataclass(frozen=True, kw_only=True)
+class DeltaArrived(PartArrived):
+    """Buckets of a fragment's change have come; with the last one what the model's buffers have gained.
 
     Where all of it belongs to other hosts it has no values, and has been sent to these.
     """
 
-    session_id: int
-    request: int
-    part: Part
     buffers: BufferValues
-
-    @property
-    def fragment(self) -> int:
-        return self.part.fragment
 
 
 @dataclass(frozen=True)
@@ -257,15 +248,23 @@ def step_assembler(codec_name: str, layout: Layout) -> Assembler[OuterStep]:
     )
 
 
+MOST_HELD = 2
+"""Changes of a fragment: one that is void, as is still to be decided, and the next."""
+
+
 class ChangeReceiver(Receiver):
     """A host's, of one worker: puts its changes together, as far as they belong here."""
 
-    most_held = 1
-    """So many changes of a fragment may be undecided on."""
-
-    def __init__(self, session_id: int, codec_name: str, layout: Layout) -> None:
+    def __init__(
+        self,
+        session_id: int,
+        codec_name: str,
+        layout: Layout,
+        collector: BufferCollector | None = None,
+    ) -> None:
+        """`collector`: takes the buffers that the model changes; None: they go to another host."""
         self._session_id = session_id
-        self._layout = layout
+        self._layout, self._collector = layout, collector
         changes, gradients = get_codec(codec_name), get_codec(gradient_codec(codec_name))
 
         def pieces_of(first: Delta) -> list[Piece]:
@@ -273,6 +272,7 @@ class ChangeReceiver(Receiver):
             return layout.pieces(first.fragment, gradients if is_gradient else changes)
 
         self._deltas = Assembler("change", pieces_of)
+        self._buffers: BufferValues = {}
         self._held = Counter[int]()
         """By fragment: changes that have not been decided on."""
 
@@ -282,49 +282,41 @@ class ChangeReceiver(Receiver):
 
     def _free(self, fragment: int) -> None:
         """A change of it is needed no more. Any thread."""
-        self._held[fragment] = max(0, self._held[fragment] - 1)
-
-    def _whole(self, fragment: int, values: Tensor) -> Part:
-        """All of a change is here."""
-        self._held[fragment] += 1
-        return Part(fragment, values, partial(self._free, fragment))
-
-    def _check_is_answered(self, fragment: int) -> None:
-        if self._held[fragment] >= self.most_held:
-            raise ProtocolError(f"it sent fragment {fragment} again before it was answered")
-
-
-class DeltaReceiver(ChangeReceiver):
-    """The server's, of one worker."""
-
-    def __init__(
-        self, session_id: int, codec_name: str, layout: Layout, collector: BufferCollector
-    ) -> None:
-        super().__init__(session_id, codec_name, layout)
-        self._collector = collector
-        self._buffers: BufferValues = {}
-        self.heard_at = -math.inf
-        """When the last bucket came, of the monotonic clock: a slow link is not a worker that is late."""
+        self._held[fragment] -= 1
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
-        if isinstance(message, Buffers):
+        """Take a message; each bucket of a change is told of as it comes."""
+        if isinstance(message, Buffers) and self._collector is not None:
             if (buffers := self._collector.take(message, payload)) is not None:
                 self._buffers = buffers
             return None
         if not isinstance(message, Delta | DeltaSent):
             return MessageReceived(self._session_id, message)
-        self._check_is_answered(message.fragment)
+        fragment = message.fragment
+        if self._held[fragment] >= MOST_HELD:
+            raise ProtocolError(f"it sent fragment {fragment} again before it was answered")
         values: Tensor | None
-        if isinstance(message, DeltaSent):
-            values = self._none_of(message.fragment)
+        if isinstance(message, Delta):
+            number = message.bucket
+            bucket, values = self._deltas.take(message, payload)
         else:
-            _, values = self._deltas.take(message, payload)
-        self.heard_at = time.monotonic()
-        if values is None:
-            return None
-        added, self._buffers = self._buffers, {}
-        part = self._whole(message.fragment, values)
-        return DeltaArrived(self._session_id, message.request, part, added)
+            number, bucket = 0, self._none_of(fragment)
+            values = bucket
+        part: Part | None = None
+        added: BufferValues = {}
+        if values is not None:
+            self._held[fragment] += 1
+            part = Part(fragment, values, partial(self._free, fragment))
+            added, self._buffers = self._buffers, {}
+        return DeltaArrived(
+            session_id=self._session_id,
+            of=message.request,
+            fragment=fragment,
+            bucket=number,
+            values=bucket,
+            part=part,
+            buffers=added,
+        )
 
     def _none_of(self, fragment: int) -> Tensor:
         numbers = self._layout.numbers

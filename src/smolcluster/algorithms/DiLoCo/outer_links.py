@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice, takewhile
 from typing import Any
 
 import torch
@@ -144,13 +145,15 @@ class OuterSlice(HeldSlice):
 
     def norms(self, fragment: int, bucket: int, values: Tensor) -> Sequence[Sequence[float]]:
         """See `HeldSlice`; the second row are those of the weights."""
-        first = bucket - self.held(fragment).start
-        places = self.layout.buckets(fragment)[first:]
-        if not places:
+        if not values.numel():
             return ()
-        start = places[0].start
-        within = [slice(each.start - start, each.stop - start) for each in places]
-        norms = bucket_norms(values, [each for each in within if each.stop <= values.numel()])
+        places, first = self.layout.buckets(fragment), bucket - self.held(fragment).start
+        start = places[first].start
+        stop = start + values.numel()
+        come = takewhile(lambda place: place.stop <= stop, islice(places, first, None))
+        norms = bucket_norms(
+            values, [slice(each.start - start, each.stop - start) for each in come]
+        )
         return norms, self._weights_norms(fragment)[first : first + len(norms)]
 
     def _step_parts(
@@ -314,7 +317,7 @@ class Change:
     share: float = 0.0
 
 
-class OuterLinks(StoreLinks[BufferValues]):
+class OuterLinks(StoreLinks[DeltaArrived]):
     """θ on all hosts, with the outer optimizer's state. Only the deciding thread calls it.
 
     The replica holds all weights, and `outer` all state; what lies elsewhere is in them as it was gathered
@@ -365,7 +368,7 @@ class OuterLinks(StoreLinks[BufferValues]):
         """What all hosts owe, laid as the weights are; of this one as the run began."""
         self.version = 0
         """Outer steps that were taken."""
-        self._means: dict[int, Pending[None]] = {}
+        self._means: dict[int, Pending[DeltaArrived]] = {}
         """By fragment: norms of the mean gradient that the next step takes, as far as they are told."""
 
     @property
@@ -450,14 +453,11 @@ class OuterLinks(StoreLinks[BufferValues]):
         self, request: Request, key: PartKey, part: DeltaArrived | NormsArrived
     ) -> Change | None:
         """Take a part of what was requested; returns all of it when that has arrived."""
-        if isinstance(part, NormsArrived):
-            buffers = self.collect(key, part)
-        else:
-            buffers = self.keep(key, part.part, part.buffers)
-        if buffers is None:
+        own = self.take(key, part) if isinstance(part, DeltaArrived) else self.collect(key, part)
+        if own is None:
             return None
         pending = self._pending.pop(key)
-        return Change(request, key, buffers, pending.norm(), pending.norm(row=1))
+        return Change(request, key, own.buffers, pending.norm(), pending.norm(row=1))
 
     def drop(self, change: Change) -> None:
         """A change that has arrived is not to be applied."""

@@ -75,9 +75,7 @@ class Peer(Timing):
     def id(self) -> int:
         return self.worker.member.session_id
 
-    def is_late(
-        self, now: float, *, owes_change: bool, heard_at: float, grace: float | None
-    ) -> bool:
+    def is_late(self, now: float, *, owes_change: bool, grace: float | None) -> bool:
         """Whether it has not gone on for too long with what it is to do.
 
         What it has not been sent yet, by this or another host, is not expected of it: a slow link is no slow
@@ -86,7 +84,6 @@ class Peer(Timing):
         Args:
             now: on the same clock as all times.
             owes_change: whether it was asked for a change that has not come.
-            heard_at: when a piece of one came last.
             grace: seconds beyond what is expected; None: by what is expected.
         """
         num_gone = self.worker.live_session.num_gone
@@ -96,7 +93,6 @@ class Peer(Timing):
         if is_idle or is_receiving or num_gone != self.num_gone:
             self.progressed_at, self.num_gone = now, num_gone
             self.num_received = num_received
-        self.progressed_at = max(self.progressed_at, heard_at)
         expected_s = self.step_s if self.unanswered else self.upload_s
         patience_s = max(LEAST_PATIENCE_S, PATIENCE * expected_s)
         if grace is not None:

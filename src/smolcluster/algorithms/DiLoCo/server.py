@@ -28,7 +28,7 @@ from statistics import fmean
 
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.DiLoCo.config import DiLoCoConfig, gradient_codec
-from smolcluster.algorithms.DiLoCo.exchange import DeltaArrived, DeltaReceiver
+from smolcluster.algorithms.DiLoCo.exchange import ChangeReceiver, DeltaArrived
 from smolcluster.algorithms.DiLoCo.fragments import filled
 from smolcluster.algorithms.DiLoCo.ledger import Applied, Ledger, Request, RoundsState
 from smolcluster.algorithms.DiLoCo.outer import new_outer
@@ -171,9 +171,9 @@ class Server(LeasingServer):
         )
         return super().progress() | {ROUNDS: rounds.model_dump(mode="json")}
 
-    def receiver_for(self, session_id: int) -> DeltaReceiver:
+    def receiver_for(self, session_id: int) -> ChangeReceiver:
         collector = BufferCollector(self.replica.buffers, self.replica.bucket_bytes)
-        return DeltaReceiver(session_id, self.context.codec, self.stores.own.layout, collector)
+        return ChangeReceiver(session_id, self.context.codec, self.stores.own.layout, collector)
 
     def serve(self) -> Summary:
         self.begin_round()
@@ -387,7 +387,7 @@ class Server(LeasingServer):
         match event:
             case MessageReceived(session_id=id_, message=Stepped() as stepped) if id_ in self.peers:
                 self.on_stepped(self.peers[id_], stepped)
-            case DeltaArrived(session_id=id_, request=number) if id_ in self.peers:
+            case DeltaArrived(session_id=id_, of=number) if id_ in self.peers:
                 peer = self.peers[id_]
                 self.on_part(peer, PartKey(instance=peer.worker.member.instance, of=number), event)
             case NormsArrived():
@@ -459,7 +459,7 @@ class Server(LeasingServer):
     def on_departure(self, worker: Worker) -> None:
         peer = self.peers.pop(worker.member.session_id)
         self.stores.worker_gone(worker.member.instance)
-        if self.receiver_of(peer).in_progress:
+        if worker.live_session.receiver.in_progress:
             self.report.lost_push(worker.name, "its connection broke")
         self.take_back(peer, "its worker has gone")
         worker.session = None  # its buffers go; who it was is needed when its changes are applied
@@ -485,7 +485,7 @@ class Server(LeasingServer):
 
     def on_part(self, peer: Peer, key: PartKey, part: DeltaArrived | NormsArrived) -> None:
         """Some of a worker's change is where it belongs; when all of it is, decide on it."""
-        self.receiver_of(peer).heard_at = time.monotonic()
+        peer.progressed_at = time.monotonic()
         self.heard(peer)
         request = None
         if isinstance(key.of, int):
@@ -495,8 +495,8 @@ class Server(LeasingServer):
                 self.on_change(peer, change)
         elif isinstance(part, NormsArrived):
             self.stores.drop_part(part)
-        else:
-            part.part.free()
+        elif part.part is not None:
+            part.free()
             self.report.lost_push(peer.worker.name, "its samples had been taken back")
 
     def on_change(self, peer: Peer, change: Change) -> None:
@@ -604,7 +604,6 @@ class Server(LeasingServer):
             elif peer.is_late(
                 now,
                 owes_change=self.ledger.owes_change(peer.id),
-                heard_at=self.receiver_of(peer).heard_at,
                 grace=self.config.grace,
             ):
                 silent_s = now - peer.progressed_at
@@ -621,11 +620,6 @@ class Server(LeasingServer):
     @property
     def active(self) -> list[Peer]:
         return [each for each in self.peers.values() if not (each.is_stalled or each.is_joining)]
-
-    def receiver_of(self, peer: Peer) -> DeltaReceiver:
-        receiver = peer.worker.live_session.receiver
-        assert isinstance(receiver, DeltaReceiver)  # noqa: S101 - `receiver_for` has made it
-        return receiver
 
     def learning_rate(self) -> float:
         """That of the next batch to be handed out: where all before it have been applied."""

@@ -22,9 +22,8 @@ from smolcluster.algorithms.DiLoCo.outer_links import RESIDUAL, OuterSlice
 from smolcluster.codec.registry import get_codec
 from smolcluster.errors import ConfigError, ProtocolError
 from smolcluster.server.store import store_of
-from smolcluster.server.store_host import PartArrived, SliceHost
-from smolcluster.wire.inbox import Event, MessageReceived
-from smolcluster.wire.messages import WEIGHTS, Delta, Message, OuterRule, Slice
+from smolcluster.server.store_host import SliceHost
+from smolcluster.wire.messages import WEIGHTS, OuterRule, Slice
 
 
 class Held(SliceHost):
@@ -71,8 +70,8 @@ class Held(SliceHost):
         held.resume(rule.versions)
         return held
 
-    def _receiver_for(self, session_id: int) -> "DeltaSliceReceiver":
-        return DeltaSliceReceiver(session_id, self._given.codec, self._slice.layout)
+    def _receiver_for(self, session_id: int) -> ChangeReceiver:
+        return ChangeReceiver(session_id, self._given.codec, self._slice.layout)
 
 
 def _fragments(given: Slice, rule: OuterRule) -> list[Fragment]:
@@ -102,25 +101,3 @@ def _outer_of(rule: OuterRule, contents: Mapping[str, Tensor]) -> OuterOptimizer
         if name in contents:
             optimizer.state[name] = contents[name]
     return optimizer
-
-
-class DeltaSliceReceiver(ChangeReceiver):
-    """A store's, of one worker; each bucket is told of as it comes."""
-
-    most_held = 2
-    """One that is void, as the coordinator has still to say, and the next."""
-
-    def __call__(self, message: Message, payload: memoryview) -> Event | None:
-        if not isinstance(message, Delta):
-            return MessageReceived(self._session_id, message)
-        self._check_is_answered(message.fragment)
-        bucket, values = self._deltas.take(message, payload)
-        part = None if values is None else self._whole(message.fragment, values)
-        return PartArrived(
-            session_id=self._session_id,
-            of=message.request,
-            fragment=message.fragment,
-            bucket=message.bucket,
-            values=bucket,
-            part=part,
-        )

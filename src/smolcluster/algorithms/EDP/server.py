@@ -124,7 +124,7 @@ class Server(LeasingServer):
                 self.on_pushed(self.peers[session_id], event)
             case Pushed(session_id=session_id):
                 self.report.lost_push(f"session {session_id}", "its worker has gone")
-                event.receiver.free()
+                event.free()
             case NormsArrived(key=PartKey(of=LeaseKey() as lease)) if self.stores.hear(event):
                 self.on_norms(event, lease)
             case Joined(worker, ready):
@@ -270,7 +270,7 @@ class Server(LeasingServer):
             is_mixing = config.update_rule == "mixing"
             is_clipped = clipping.enabled and not is_mixing
             norm = check_norm(self.stores.norm(key), math.inf if is_clipped else self.norms.limit)
-            gradient = self.replica.grads if is_mixing else pushed.gradient
+            gradient = self.replica.grads if is_mixing else pushed.values
             layer_norms = self.report.layer_norms(gradient)
             if is_mixing:
                 self.stores.mix(

@@ -12,18 +12,15 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 
 import threading
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from smolcluster.errors import PeerLost
 from smolcluster.server.hosted_stores import OptimizerSlice
-from smolcluster.server.push import GradientBuffers, GradientReceiver, Pushed
-from smolcluster.server.store import Part, store_of
-from smolcluster.server.store_host import TICK_S, PartArrived, SliceHost
-from smolcluster.wire.inbox import Event
-from smolcluster.wire.messages import Message
+from smolcluster.server.push import GradientBuffers, GradientReceiver
+from smolcluster.server.store import store_of
+from smolcluster.server.store_host import TICK_S, SliceHost
 
 PUSHES_HELD = 2
 """Of a worker: one that is to be applied, and one that arrives meanwhile."""
@@ -57,11 +54,11 @@ class Held(SliceHost):
 class PushReceiver(GradientReceiver):
     """Takes a worker's pushes; one may arrive while another waits for the coordinator's word."""
 
-    def __init__(self, *pushes: Any, closed: threading.Event, span: range, **options: Any) -> None:
+    def __init__(self, *pushes: Any, closed: threading.Event, **options: Any) -> None:
         """See `GradientReceiver`; when `closed` is set nobody may wait any more, as the slice is lost."""
-        super().__init__(*pushes, span=span, **options)
+        super().__init__(*pushes, **options)
         self._places = threading.Semaphore(PUSHES_HELD)
-        self._closed, self._first_bucket = closed, span.start
+        self._closed = closed
 
     def begin(self) -> None:
         """Its next push begins: the reader waits until the coordinator has decided on older ones."""
@@ -69,21 +66,6 @@ class PushReceiver(GradientReceiver):
             if self._closed.is_set():
                 raise PeerLost("the store has lost its slice")
 
-    def __call__(self, message: Message, payload: memoryview) -> Event | None:
-        event = super().__call__(message, payload)
-        if not isinstance(event, Pushed):
-            return event
-        self._gradient = None  # the next one has memory of its own
-        part = Part(0, event.gradient, partial(self._give_back, event.gradient))
-        return PartArrived(
-            session_id=self.session_id,
-            of=event.push.lease,
-            fragment=0,
-            bucket=self._first_bucket,
-            values=event.gradient,
-            part=part,
-        )
-
-    def _give_back(self, gradient: Tensor) -> None:
-        self._memory.give_back(gradient)
+    def _free(self, gradient: Tensor) -> None:
+        super()._free(gradient)
         self._places.release()

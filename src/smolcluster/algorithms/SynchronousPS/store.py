@@ -37,6 +37,7 @@ from smolcluster.algorithms.SynchronousPS.step import Part, Step
 from smolcluster.codec.registry import get_codec
 from smolcluster.errors import NonFiniteLoss, PeerLost, ProtocolError
 from smolcluster.server.slices import arrived, place_of, read_norms
+from smolcluster.server.store import PartArrived
 from smolcluster.server.store_host import TICK_S, SliceHost
 from smolcluster.server.store_links import RemoteStore, StoreLinks
 from smolcluster.training.replica import Replica
@@ -139,7 +140,7 @@ class Held(SliceHost):
         super()._forget(session_id)
 
 
-class ReducingLinks(StoreLinks[None]):
+class ReducingLinks(StoreLinks[PartArrived]):
     """The hosts that add up a part of the buckets each. All weights are here, and all means come here.
 
     What a lossy codec owes is a slice's own, and gathered for checkpoints.

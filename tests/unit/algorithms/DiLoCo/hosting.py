@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
-from unittest.mock import Mock
 
 import torch
 from torch import Tensor
@@ -12,8 +11,8 @@ from torch import Tensor
 from harness import local_settings
 from peers import opened, small_replica, store_setup
 from smolcluster.algorithms.DiLoCo.exchange import (
+    ChangeReceiver,
     DeltaArrived,
-    DeltaReceiver,
     Encoder,
     Layout,
     delta_frames,
@@ -29,7 +28,6 @@ from smolcluster.algorithms.DiLoCo.store import Held
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.server.buffers import BufferCollector
 from smolcluster.server.slices import by_name, slice_pieces
-from smolcluster.server.store import Part
 from smolcluster.server.store_host import COORDINATOR, buckets_of
 from smolcluster.server.store_links import NormsArrived, Patience
 from smolcluster.training.optimizer import FlatOptimizer
@@ -43,6 +41,7 @@ from smolcluster.wire.messages import (
     Accepted,
     Collect,
     Delta,
+    DeltaSent,
     HostPort,
     Listening,
     Message,
@@ -193,7 +192,7 @@ class Hosting:
         )
         collector = BufferCollector(self.replica.buffers, self.replica.bucket_bytes)
         self.receivers = {
-            worker: DeltaReceiver(number, codec_up, self.links.own.layout, collector)
+            worker: ChangeReceiver(number, codec_up, self.links.own.layout, collector)
             for number, worker in enumerate(workers)
         }
         self.stores: list[StoreHost] = []
@@ -234,7 +233,7 @@ class Hosting:
         request = Request(self.num_requests, 0, fragment, ())
         collect = Collect(request=self.num_requests, fragment=fragment, wait=False)
         key, whole = PartKey(instance=worker, of=self.num_requests), None
-        own: DeltaArrived | None = None
+        own = list[Event]()
         homes = self.layout.homes(fragment)
         for home, frame in zip(
             homes, delta_frames(self.layout, collect, encoded, encoder.codec), strict=True
@@ -244,12 +243,11 @@ class Hosting:
             if (store := self.host_of(home)) is not None:
                 store.deliver(worker, message, payload)
             else:
-                event = self.receivers[worker](message, payload)
-                own = event if isinstance(event, DeltaArrived) else own
-        if own is None:
-            nothing = Part(fragment, torch.empty(0), Mock())
-            own = DeltaArrived(0, self.num_requests, nothing, {})
-        for part in (*self.events, own):
+                own += filter(None, [self.receivers[worker](message, payload)])
+        if not own:
+            sent = DeltaSent(request=self.num_requests, fragment=fragment)
+            own += filter(None, [self.receivers[worker](sent, memoryview(b""))])
+        for part in (*self.events, *own):
             assert isinstance(part, DeltaArrived | NormsArrived)
             whole = self.links.whole(request, key, part) or whole
         self.events.clear()

@@ -23,7 +23,7 @@ from smolcluster.algorithms.DiLoCo.outer import (
 )
 from smolcluster.algorithms.DiLoCo.outer_links import OuterSlice
 from smolcluster.errors import ProtocolError
-from smolcluster.server.store import Part
+from smolcluster.server.store import Part, PartArrived
 from smolcluster.training.replica import Replica
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.messages import CountedPart, OuterStep, PartKey, SendWeights, TakeStep
@@ -245,7 +245,15 @@ def slice_of(
 def step(held: OuterSlice, worker: str, number: int, values: Tensor, **how: Any) -> None:
     """A worker brings a change of a fragment, and the slice steps along it."""
     key = PartKey(instance=worker, of=0)
-    held.keep(key, Part(number, values, Mock()))
+    came = PartArrived(
+        session_id=1,
+        of=0,
+        fragment=number,
+        bucket=0,
+        values=values,
+        part=Part(number, values, Mock()),
+    )
+    held.take(key, came)
     part = CountedPart(key=key, weight=how.pop("weight", 1.0))
     held.take_step(TakeStep(version=max(held.versions) + 1, parts=(part,), **how))
 

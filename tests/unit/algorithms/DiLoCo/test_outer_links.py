@@ -353,7 +353,16 @@ def test_the_norm_of_a_change_is_that_of_all_its_parts() -> None:
 def test_a_part_that_is_not_finite_makes_no_finite_norm() -> None:
     hosting = Hosting(3, WORKERS)
     receiver, key = hosting.links._receivers[1], FIRST
-    own = DeltaArrived(0, 1, Part(0, torch.zeros(256), Mock()), {})
+    values = torch.zeros(256)
+    own = DeltaArrived(
+        session_id=0,
+        of=1,
+        fragment=0,
+        bucket=0,
+        values=values,
+        part=Part(0, values, Mock()),
+        buffers={},
+    )
     assert hosting.links.whole(ASKED, key, own) is None
     assert hosting.links.whole(ASKED, key, NormsArrived(2, key, 0, 2, ((1.0,), (1.0,)))) is None
     part = receiver(*arrived(key, 0, 1, ((math.nan,), (1.0,))))

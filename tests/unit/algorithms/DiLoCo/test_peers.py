@@ -26,8 +26,8 @@ def peer_with(num_batches: int) -> Peer:
     return peer
 
 
-def is_late(peer: Peer, now: float, *, owes_change: bool = False, heard_at: float = 0.0) -> bool:
-    return peer.is_late(now, owes_change=owes_change, heard_at=heard_at, grace=None)
+def is_late(peer: Peer, now: float, *, owes_change: bool = False) -> bool:
+    return peer.is_late(now, owes_change=owes_change, grace=None)
 
 
 def cost(peer: Peer, now: float) -> Cost:
@@ -71,15 +71,15 @@ def test_a_change_that_comes_slowly_is_not_late() -> None:
     peer = peer_with(0)
     assert not is_late(peer, 0.0)
     for now in range(20, 1000, 20):
-        assert not is_late(peer, float(now), owes_change=True, heard_at=float(now))
-    assert is_late(peer, 980.0 + LEAST_PATIENCE_S, owes_change=True, heard_at=980.0)
+        peer.progressed_at = float(now)
+        assert not is_late(peer, float(now), owes_change=True)
+    assert is_late(peer, 980.0 + LEAST_PATIENCE_S, owes_change=True)
 
 
 def test_grace_is_beyond_what_is_expected() -> None:
     peer = peer_with(2)
-    what = {"owes_change": False, "heard_at": 0.0}
-    assert not peer.is_late(STEP_S + 4.9, **what, grace=5.0)  # type: ignore[arg-type]
-    assert peer.is_late(STEP_S + 5.0, **what, grace=5.0)  # type: ignore[arg-type]
+    assert not peer.is_late(STEP_S + 4.9, owes_change=False, grace=5.0)
+    assert peer.is_late(STEP_S + 5.0, owes_change=False, grace=5.0)
 
 
 def test_who_has_half_of_a_batch_behind_it_is_done_that_much_sooner() -> None:
