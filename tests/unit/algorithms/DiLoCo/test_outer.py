@@ -299,24 +299,6 @@ def test_who_is_some_outer_steps_behind_comes_to_the_stores_weights(
     assert follower.num_whole == (2 * num_fragments if is_whole else 0)
 
 
-@pytest.mark.parametrize("codec_down", [None, "int8", "int4"])
-def test_what_a_followed_worker_is_sent_leads_to_the_weights(codec_down: str | None) -> None:
-    """It is sent the way from what it has: what the codec loses of one way is in the next."""
-    replica = small_replica()
-    outer = DelayedNesterov(replica.num_params, 0.7, 0.5, momentum_delay=2)
-    store = slice_of(replica, outer, codec_down)
-    follower = Follower(store.layout, replica.params, codec_down or "fp32")
-    store.follow(IT)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(3):  # as often as others have brought changes meanwhile
-        apply(store, outer, ANOTHER, torch.randn(replica.num_params, generator=generator) * 0.01)
-    for _ in range(8):
-        follower.take(frames_for(store, 0, follower.versions[0]))
-    assert follower.versions == [3]
-    torch.testing.assert_close(follower.weights, replica.params, rtol=0, atol=1e-6)
-    store.leave(IT)
-
-
 def test_changes_one_by_one_need_delayed_momentum() -> None:
     replica = small_replica()
     store = slice_of(replica, OuterOptimizer(replica.num_params, 0.7, 0.5), None)
