@@ -396,7 +396,7 @@ def assert_refused(site: Site, sentence: str) -> None:
 STAMPS = {
     *("training/checkpoint.py", "runs/events.py"),
     *("server/board.py", "server/report.py", "observability/spans.py"),
-    *("launch/doctor/table.py", "launch/watch/probe.py"),  # which compare clocks of machines
+    *("launch/doctor/table.py", "launch/host.py", "launch/watch/probe.py"),  # compare clocks
     *("wire/clocks.py", "server/process_stats.py", "utils/meter.py"),  # and these
     *(f"observability/report/{name}.py" for name in ("comparison", "page")),
     *(f"observability/view/{name}.py" for name in ("snapshot", "view", "workers")),
