@@ -3,15 +3,16 @@
     plan -> all stages ready -> (a question to all stages -> all their answers)*
 
 Each question goes to all stages, and nothing follows before all have answered. When a stage is lost, the
-layers are dealt out again over those that are there. One thread decides everything. What is asked is said by
-those that are a `Coordinator`: the server of a run (`server.py`), and a worker of another algorithm that has
-its layers on several machines (`head.py`).
+layers are dealt out again over those that are there. One thread decides everything. What is asked, and in
+which order, is one generator, `Coordinator.work`, of those that are a `Coordinator`: the server of a run
+(`server.py`), and a worker of another algorithm that has its layers on several machines (`head.py`).
 """
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from smolcluster.algorithms.context import PoolContext
@@ -21,6 +22,7 @@ from smolcluster.algorithms.PipelineParallel.crew import (
     Crew,
     Peer,
     Question,
+    Turns,
     named,
     subject_of,
 )
@@ -89,6 +91,8 @@ class Coordinator(ABC):
         self.builders = Builders()
         self.peers: dict[int, Peer] = {}
         self.crew: Crew | None = None
+        self.turns: Turns[None]
+        """What the crew does."""
         self.considered: set[int] = set()
         """Workers, by their sessions, that the plan takes or leaves out for good reason."""
         self.turn = 0
@@ -123,8 +127,8 @@ class Coordinator(ABC):
         return None
 
     @abstractmethod
-    def next_turn(self, crew: Crew) -> None:
-        """Have the stages, which wait for nothing, do what comes next."""
+    def work(self, crew: Crew, ready: list[StageReady]) -> Turns[None]:
+        """What the stages do once they have their layers; when it ends, the plan is over."""
 
     @abstractmethod
     def begin_again(self, reason: str) -> None:
@@ -135,7 +139,7 @@ class Coordinator(ABC):
         if self.crew is None:
             self.plan()
         elif self.crew.question is None:
-            self.next_turn(self.crew)
+            self.go_on(self.crew)
         else:
             self.cut_silent(self.crew, self.crew.question)
 
@@ -175,12 +179,22 @@ class Coordinator(ABC):
         self.context.log.info("layers: %s", ": ".join(filter(None, (str(cut.map), cut.words))))
         for each in self.peers.values():
             each.building_attempt = None
-        self.ask(crew, (StageReady,), self.planned, self.dealt)
+        self.turns = self.follow(crew)
+        self.go_on(crew)
         return cut
 
-    def dealt(self, _answers: list[StageReady]) -> None:
-        """All stages have their layers."""
+    def follow(self, crew: Crew) -> Turns[None]:
+        """What the stages of a plan do, from their layers on."""
+        ready = yield from self.ask(crew, (StageReady,), partial(self.planned, crew))
         self.dealing_s = self.took_s
+        yield from self.work(crew, ready)
+
+    def go_on(self, crew: Crew, answers: list[Any] | None = None) -> None:
+        """Have the stages do what comes next; `answers`: to the question that they were asked, if any."""
+        try:
+            crew.question = self.turns.send(answers)
+        except StopIteration:
+            self.crew = None
 
     @property
     def ready(self) -> list[Peer]:
@@ -217,14 +231,16 @@ class Coordinator(ABC):
         self,
         crew: Crew,
         subject: tuple[object, ...],
-        tell: Callable[[Crew, int], None],
-        then: Callable[[list[Any]], None],
+        tell: Callable[[int], None],
         patience_s: float = PATIENCE_S,
-    ) -> None:
-        """Tell all stages something, and go on when all have answered."""
-        crew.question = Question(subject, then, patience_s)
+    ) -> Turns[list[Any]]:
+        """Tell each stage something, by its rank; returns what all have answered."""
+        question = Question(subject, patience_s)
         for rank in range(len(crew.peers)):
-            tell(crew, rank)
+            tell(rank)
+        answers: list[Any] = yield question
+        self.took_s = time.monotonic() - question.begun_at
+        return answers
 
     def on_answer(self, session_id: int, attempt: int, answer: Message) -> None:
         crew = self.crew
@@ -235,8 +251,7 @@ class Coordinator(ABC):
         question, ids = crew.question, [each.id for each in crew.peers]
         question.answers[session_id] = answer
         if question.answers.keys() >= set(ids):
-            crew.question, self.took_s = None, time.monotonic() - question.begun_at
-            question.then([question.answers[each] for each in ids])
+            self.go_on(crew, [question.answers[each] for each in ids])
 
     def cut_silent(self, crew: Crew, question: Question) -> None:
         """Cut the stage that holds all up, once that is certain: of those asked the one that waits least."""

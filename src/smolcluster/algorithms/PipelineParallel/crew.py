@@ -2,9 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from smolcluster.algorithms.PipelineParallel.link_speed import UNMEASURED
 from smolcluster.algorithms.PipelineParallel.moving import Decision, StageTimes
@@ -82,12 +82,10 @@ OPS = {
 
 @dataclass
 class Question:
-    """What all stages have been asked, who has yet to answer, and what comes then."""
+    """What all stages have been asked, and who has yet to answer."""
 
     subject: tuple[object, ...]
     """What an answer must be about."""
-    then: Callable[[list[Any]], None]
-    """Is given all answers, by rank."""
     patience_s: float
     begun_at: float = field(default_factory=time.monotonic)
     quiet_since: float = field(default_factory=time.monotonic)
@@ -96,6 +94,15 @@ class Question:
     """By session."""
     moved: tuple[int, ...] = ()
     """How much of what takes long had been sent and received when it was looked last."""
+
+
+T = TypeVar("T")
+Turns = Generator[Question | None, Any, T]
+"""What stages do, one thing after the other, to what comes of it.
+
+It yields each question once all have been asked, and is sent their answers, by rank; or None while there is
+nothing to do.
+"""
 
 
 @dataclass

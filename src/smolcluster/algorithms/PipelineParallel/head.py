@@ -29,12 +29,8 @@ from torch import Tensor
 
 from smolcluster.algorithms.context import PoolContext
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
-from smolcluster.algorithms.PipelineParallel.coordinator import (
-    PATIENCE_S,
-    Coordinator,
-    StageReceiver,
-)
-from smolcluster.algorithms.PipelineParallel.crew import Crew, Peer, computed
+from smolcluster.algorithms.PipelineParallel.coordinator import Coordinator, StageReceiver
+from smolcluster.algorithms.PipelineParallel.crew import Crew, Peer, Turns, computed
 from smolcluster.algorithms.PipelineParallel.part_copy import (
     MOST_COPIES,
     CopyStream,
@@ -85,20 +81,15 @@ MOST_PIECES = 2000
 
 @dataclass
 class Order:
-    """What all stages are to do together.
+    """What all stages are to do together, once they have their layers.
 
     Attributes:
-        tell: tells a rank, given the turn; None: nobody, it is enough that all have their layers.
-        subject: what an answer must be about, by the turn.
-        then: from the answers, by rank, to the outcome.
+        work: what that is, and what comes of it.
         needs_weights: whether it goes on from weights that a lost stage has taken with it.
     """
 
-    tell: Callable[[int, Crew, int], None] | None = None
-    subject: Callable[[int], tuple[object, ...]] = lambda turn: (StageKept, turn)
-    then: Callable[[list[Any]], Any] = lambda _: None
+    work: Callable[[Crew], Turns[Any]]
     needs_weights: bool = True
-    patience_s: float = PATIENCE_S
     outcome: "Future[Any]" = field(default_factory=Future)
 
 
@@ -132,8 +123,6 @@ class Head(Coordinator):
         )
         self.fragments: tuple[tuple[Place, ...], ...] | None = None
         """Those that the worker's copy follows, once it has one."""
-        self.has_begun = False
-        """Whether the stages of this plan know them."""
         self.places: list[list[slice]] = []
         self.told_places: list[list[slice]] = []
         """By rank: what of the flat weights it has, and what of that none before it has."""
@@ -179,87 +168,97 @@ class Head(Coordinator):
         self._thread.join()
 
     def compute(self, indices: Tensor, epoch: int, start: int, scale: float) -> BatchLoss:  # noqa: ARG002
-        self.num_grants += 1
-        lease = self.lease_of(Range(epoch, start, start + len(indices)), self.num_grants)
+        def work(crew: Crew) -> Turns[BatchLoss]:
+            self.num_grants += 1
+            lease = self.lease_of(Range(epoch, start, start + len(indices)), self.num_grants)
+            told, payload = assignment_of(lease, indices, version=self.turn, learning_rate=0.0)
 
-        def tell(turn: int, crew: Crew, rank: int) -> None:
-            told, payload = assignment_of(lease, indices, version=turn, learning_rate=0.0)
-            crew.peers[rank].worker.live_session.send(told, payload)
+            def tell(rank: int) -> None:
+                crew.peers[rank].worker.live_session.send(told, payload)
 
-        def then(answers: list[StageDone]) -> BatchLoss:
+            answers = yield from self.ask(crew, (StageDone, lease), tell, self.step_patience_s)
             self.step_s = max(self.step_s, self.took_s)
             loss, self.grad_norm = computed(answers)
             self.divisor = loss.num_terms or 1.0
             return loss
 
-        subject = StageDone, lease
-        patience_s = self.step_patience_s
-        found: BatchLoss = self.do(Order(tell, lambda _: subject, then, patience_s=patience_s))
+        found: BatchLoss = self.do(Order(work))
         return found
 
     def wait_until_ready(self, check: Callable[[], None] | None = None) -> None:
+        def work(_crew: Crew) -> Turns[None]:
+            yield from ()
+
         self.check_session = check or self.check_session
-        self.do(Order(needs_weights=False))
+        self.do(Order(work, needs_weights=False))
 
     def order(self, name: str, *given: Any, **told: Any) -> Any:
         told.pop("folder", None)  # each stage keeps its moments on its own machine
+        work: Callable[[Crew], Turns[Any]]
+        needs_weights = name != "begin"
         match name:
             case "take":
-                return self.do(self.giving(*given, **told))
+                work = partial(self.give, list(*given), **told)
+                needs_weights = told["fragment"] is not None
             case "read":
-                return self.do(self.reading(**told))
-        return self.do(self.ordered(name, **told))
+                work = partial(self.read, **told)
+            case _:
+                work = partial(self.have_done, {"order": name, **told})
+        return self.do(Order(work, needs_weights))
 
-    def ordered(self, name: str, **told: Any) -> Order:
-        """What stages do without values; its outcome is whether all have found the step that is told."""
+    # what stages do, which the deciding thread asks them
 
-        def then(answers: list[StageKept]) -> bool:
-            if name == "begin":
-                self.fragments, self.has_begun = told["fragments"], True
-            return all(each.found == told.get("step") for each in answers)
+    def have_done(self, told: Mapping[str, Any], crew: Crew) -> Turns[bool]:
+        """What takes no values; returns whether all have found the step that is told."""
+        answers = yield from self.ask_to(partial(self.tell_order, told, crew), crew)
+        if told["order"] == "begin":
+            self.fragments = told["fragments"]
+        return all(each.found == told.get("step") for each in answers)
 
-        tell = partial(self._tell_order, {"order": name, **told})
-        return Order(tell, then=then, needs_weights=name != "begin")
-
-    def giving(self, given: Given, fragment: int | None, *, is_difference: bool) -> Order:
-        values, is_whole = list(given), fragment is None
-        order = "load" if is_whole else "follow"
+    def give(
+        self, values: Given, crew: Crew, *, fragment: int | None, is_difference: bool
+    ) -> Turns[None]:
+        """Take a fragment's values, or all weights: each what lies in its places."""
+        nbytes = self.context.training.replica.bucket_bytes
+        order = "load" if fragment is None else "follow"
         told = {"order": order, "fragment": fragment or 0, "is_difference": is_difference}
 
-        def tell(turn: int, crew: Crew, rank: int) -> None:
-            self._tell_order(told, turn, crew, rank)
+        def tell(rank: int) -> None:
+            self.tell_order(told, crew, rank)
             own = (
                 each[meeting(place, here)[0]]
                 for place, each in values
                 for here in self.places[rank]
             )
-            nbytes = self.context.training.replica.bucket_bytes
-            for frame in copy_frames(crew.attempt, turn, own, nbytes):
+            for frame in copy_frames(crew.attempt, self.turn, own, nbytes):
                 crew.peers[rank].worker.live_session.send_frame(frame)
 
-        def then(_answers: list[StageKept]) -> None:
-            if is_whole:  # what was lost before does not matter any more
-                self.lost = None
+        yield from self.ask_to(tell, crew)
+        if fragment is None:  # what was lost before does not matter any more
+            self.lost = None
 
-        return Order(tell, then=then, needs_weights=not is_whole)
-
-    def reading(self, fragment: int, places: Sequence[Place], *, is_gradient: bool) -> Order:
+    def read(
+        self, crew: Crew, *, fragment: int, places: Sequence[Place], is_gradient: bool
+    ) -> Turns[Tensor]:
+        """Send what each tells of these places in a fragment's change; returns all of it, (numel,)."""
         flat = [slice(*place) for place in places]
         dtype = self.context.training.replica.params.dtype
         told = {"order": "change", "fragment": fragment, "is_gradient": is_gradient}
 
-        def tell(turn: int, crew: Crew, rank: int) -> None:
+        def tell(rank: int) -> None:
             wanted = common(flat, self.told_places[rank])
             self.streams[crew.peers[rank].id] = CopyStream(wanted, dtype)
-            self._tell_order({**told, "places": ends(wanted)}, turn, crew, rank)
+            self.tell_order({**told, "places": ends(wanted)}, crew, rank)
 
-        def then(_answers: list[StageKept]) -> Tensor:
-            return assembled(flat, list(self.streams.values()), dtype)
+        yield from self.ask_to(tell, crew)
+        return assembled(flat, list(self.streams.values()), dtype)
 
-        return Order(tell, then=then)
+    def ask_to(self, tell: Callable[[int], None], crew: Crew) -> Turns[list[StageKept]]:
+        """Ask stages to do what a `CopyOrder` says."""
+        return self.ask(crew, (StageKept, self.turn), tell)
 
-    def _tell_order(self, told: Mapping[str, Any], turn: int, crew: Crew, rank: int) -> None:
-        message = CopyOrder.model_validate({"attempt": crew.attempt, "turn": turn, **told})
+    def tell_order(self, told: Mapping[str, Any], crew: Crew, rank: int) -> None:
+        message = CopyOrder.model_validate({"attempt": crew.attempt, "turn": self.turn, **told})
         self.tell(message, crew, rank)
 
     # the deciding thread
@@ -314,38 +313,33 @@ class Head(Coordinator):
             self.begin_again(f"with {', '.join(each.worker.name for each in newcomers)}")
         super().advance()
 
-    def dealt(self, answers: list[StageReady]) -> None:
-        super().dealt(answers)
-        self.has_begun = False
-        self.places = [[slice(*place) for place in each.places] for each in answers]
+    def work(self, crew: Crew, ready: list[StageReady]) -> Turns[None]:
+        """Do one order after the other."""
+        self.places = [[slice(*place) for place in each.places] for each in ready]
         self.told_places = [
             without(places, chain.from_iterable(self.places[:rank]))
             for rank, places in enumerate(self.places)
         ]
-
-    def next_turn(self, crew: Crew) -> None:
-        if self.fragments is not None and not self.has_begun:
-            self.carry_out(crew, self.ordered("begin", fragments=self.fragments))
-        elif self.waiting is not None:
+        if self.fragments is not None:  # the worker's copy follows them already
+            told = {"order": "begin", "fragments": self.fragments}
+            yield from self.carry_out(Order(partial(self.have_done, told)), crew)
+        while True:
             order, self.waiting = self.waiting, None
-            self.carry_out(crew, order)
+            if order is None:
+                yield None
+            else:
+                yield from self.carry_out(order, crew)
 
-    def carry_out(self, crew: Crew, order: Order) -> None:
+    def carry_out(self, order: Order, crew: Crew) -> Turns[None]:
         self.turn += 1
         self.running, self.streams = order, {}
-        if order.tell is None:
-            self.finish(order, [])
-            return
-        tell = partial(order.tell, self.turn)
-        then = partial(self.finish, order)
-        self.ask(crew, order.subject(self.turn), tell, then, order.patience_s)
-
-    def finish(self, order: Order, answers: list[Any]) -> None:
-        self.running = None
         try:
-            order.outcome.set_result(order.then(answers))
+            outcome = yield from order.work(crew)
         except SmolclusterError as error:
             order.outcome.set_exception(error)
+        else:
+            order.outcome.set_result(outcome)
+        self.running = None
 
     def begin_again(self, reason: str) -> None:
         self.crew, self.lost = None, f"this worker's weights are lost: {reason}"

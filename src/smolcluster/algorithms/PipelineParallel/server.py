@@ -18,7 +18,7 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import cached_property, partial
 
@@ -31,7 +31,14 @@ from smolcluster.algorithms.PipelineParallel.coordinator import (
     Coordinator,
     StageReceiver,
 )
-from smolcluster.algorithms.PipelineParallel.crew import Crew, Peer, computed, named, stage_figures
+from smolcluster.algorithms.PipelineParallel.crew import (
+    Crew,
+    Peer,
+    Turns,
+    computed,
+    named,
+    stage_figures,
+)
 from smolcluster.algorithms.PipelineParallel.moving import Decision, seconds_computed
 from smolcluster.algorithms.PipelineParallel.state import Keeper, Kept
 from smolcluster.algorithms.planning.plan_file import PLAN
@@ -44,6 +51,7 @@ from smolcluster.runs.summary import Summary
 from smolcluster.server.assignment import ServedBatch, assignment_of, send_assignment
 from smolcluster.server.report import Report
 from smolcluster.server.worker_pool import WorkerPool
+from smolcluster.training.checkpoint import TrainingState
 from smolcluster.training.evaluate import LOSS, Evaluation, Totals, evaluation_of
 from smolcluster.training.loop import StepTaken
 from smolcluster.training.optimizer import clip_factor
@@ -61,6 +69,7 @@ from smolcluster.wire.messages import (
     StageDone,
     StageEvaluated,
     StageKept,
+    StageReady,
     StageState,
     WantState,
     frame_of,
@@ -103,7 +112,7 @@ class Server(Coordinator):
         self.report = self.pool.listener
         self.orders = EpochOrders(context.training.order)
         self.feed = context.open_feed()
-        self.evaluating = Evaluating(
+        self.held_out = HeldOut(
             context, batch_size=self.train.batch_size, num_batches=self.config.microbatches
         )
         self.keeper.on_saved = self.report.saved
@@ -111,8 +120,6 @@ class Server(Coordinator):
         if context.checkpoint is not None:
             self.keeper.kept = Kept(context.checkpoint.state, context.checkpoint.path)
             self.report.resume(context.checkpoint.state)
-        self.is_evaluated = self.is_kept = True
-        """Whether the last step is, as far as that is due."""
         self.keeping_s = 0.0
         """How long it took the last time until all stages had sent their state."""
         self.stop_by: float | None = None
@@ -122,18 +129,24 @@ class Server(Coordinator):
     def version(self) -> int:
         return self.report.counts.version
 
+    @property
+    def is_over(self) -> bool:
+        """Whether every sample has been applied, and all that is due after the last step is done."""
+        return self.crew is None and self.report.counts.is_over
+
     def run(self) -> Summary:
         """Serve until every sample of every epoch has been applied.
 
         Raises:
             NonFiniteLoss: a loss or a gradient is NaN or infinite; the message names the stage.
         """
-        with closing(self.feed), closing(self.evaluating), self.pool, closing(self.keeper):
-            while not (self.report.counts.is_over and self.is_evaluated and self.is_kept):
+        with closing(self.feed), closing(self.held_out), self.pool, closing(self.keeper):
+            while not self.is_over:
                 self.heed_stop()
                 for event in self.pool.next_events(TICK_S):
                     self.handle(event)
-                self.advance()
+                if not self.is_over:
+                    self.advance()
                 self.report.tick()
             return self.report.summary()
 
@@ -176,30 +189,70 @@ class Server(Coordinator):
             PLAN.write(RunPaths(self.context.records.folder).plan, cut.document)
         return cut
 
-    def next_turn(self, crew: Crew) -> None:
-        """Have the stages take a step, or evaluate or send what the last one has come to."""
-        self.turn += 1
-        is_end_kept = (
-            self.is_kept or not self.report.counts.is_over
-        )  # first: an evaluation may fail
-        if not self.is_evaluated and is_end_kept:
-            num_steps = math.ceil(self.evaluating.num_samples / self.train.samples_per_step)
-            patience_s = max(PATIENCE_S, num_steps * self.step_patience_s)
-            subject = StageEvaluated, self.turn
-            self.ask(crew, subject, self.evaluate, self.evaluated, patience_s)
-        elif not self.is_kept or self.stop_by:
-            self.keep(crew)
-        elif not self.report.counts.is_over:
-            self.begin_step(crew)
+    def work(self, crew: Crew, _ready: list[StageReady]) -> Turns[None]:
+        """Take steps, evaluate and keep what they come to, until the run is over or the layers move."""
+        can_keep, every = self.keeper.can_keep, self.context.settings.cluster.checkpoint_steps
+        while True:
+            yield from self.step(crew)
+            if self.report.counts.is_over:
+                break
+            if self.is_time(self.train.eval_steps):
+                yield from self.evaluate(crew)
+            if can_keep and (self.is_time(every) or crew.moving is not None):
+                yield from self.keep(crew)
+                if self.are_to_move(crew):
+                    return
+            while self.stop_by:  # until `heed_stop` finds it on the disk, or time is over
+                yield from self.keep(crew)
+        if can_keep:  # first: an evaluation may fail
+            yield from self.keep(crew)
+        yield from self.evaluate(crew)
+        if can_keep and not self.keeper.tell(self.state):
+            yield from self.keep(crew)
 
-    def evaluate(self, crew: Crew, rank: int) -> None:
-        """Have a stage compute what is held out; where it is sent, first and last stage get a part of it."""
+    def is_time(self, every: int | None) -> bool:
+        """Whether the last step was one of those."""
+        return bool(every and self.version % every == 0)
+
+    @property
+    def state(self) -> TrainingState:
+        """Where the run stands."""
+        return self.report.with_evaluation(self.report.training_state({}))
+
+    def evaluate(self, crew: Crew) -> Turns[None]:
+        """Have the stages compute what is held out; where it is sent, a part after the other.
+
+        Raises:
+            NonFiniteLoss: the loss is not finite.
+        """
+        num_steps = math.ceil(self.held_out.num_samples / self.train.samples_per_step)
+        patience_s = max(PATIENCE_S, num_steps * self.step_patience_s)
+        totals: dict[str, tuple[float, float]] = {}
+        for part in self.held_out.parts():
+            self.turn += 1
+            tell = partial(self.tell_held_out, part, crew)
+            answers = yield from self.ask(crew, (StageEvaluated, self.turn), tell, patience_s)
+            if not all(each.is_finite for each in answers):
+                raise NonFiniteLoss(
+                    f"the validation loss after step {self.version} is not finite; {DIVERGENCE_REMEDY}"
+                )
+            for each in answers:
+                for name, (total, count) in each.totals.items():
+                    before = totals.get(name, (0.0, 0.0))
+                    totals[name] = before[0] + total, before[1] + count
+        if LOSS in totals:
+            epoch = (
+                max(0, self.report.counts.samples_applied - 1) // self.context.training.num_samples
+            )
+            self.report.evaluated(self.version, epoch, self.held_out.evaluation(totals))
+
+    def tell_held_out(self, part: Range | None, crew: Crew, rank: int) -> None:
+        """Have a stage compute what is held out; where it is sent, first and last stage get that part."""
         wanted = EvaluateStages(attempt=crew.attempt, turn=self.turn)
-        part = self.evaluating.part
         if part is None:
             self.tell(wanted, crew, rank)
             return
-        lease, size = self.lease_of(part, self.turn), self.evaluating.batch_size
+        lease, size = self.lease_of(part, self.turn), self.held_out.batch_size
         if rank not in (crew.map.ranks[0], crew.map.ranks[-1]):
             self.tell(wanted.model_copy(update={"lease": lease, "batch_size": size}), crew, rank)
             return
@@ -211,40 +264,34 @@ class Server(Coordinator):
                 frames = batch.frames(lease)
                 session.send_frames([*frames, frame_of(wanted.model_copy(update=told))])
 
-        self.evaluating.deliver(part, send)
+        self.held_out.deliver(part, send)
 
-    def is_time(self, every: int | None) -> bool:
-        """Whether the last step was one of those, or the last one of all."""
-        return self.report.counts.is_over or bool(every and self.version % every == 0)
-
-    def keep(self, crew: Crew) -> None:
+    def keep(self, crew: Crew) -> Turns[None]:
         """Have all stages send what they have."""
-        state = self.report.with_evaluation(self.report.training_state({}))
-        self.keeper.begin(crew.attempt, state)
-        keep = KeepStages(attempt=crew.attempt, step=self.version)
-        subject = StageKept, self.version
-        self.ask(crew, subject, partial(self.tell, keep), self.on_kept)
-
-    def on_kept(self, _answers: list[StageKept]) -> None:
-        """Nothing would be lost now: deal the layers out again, if there is a reason."""
+        self.turn += 1
+        self.keeper.begin(crew.attempt, self.state)
+        tell = partial(self.tell, KeepStages(attempt=crew.attempt, step=self.version), crew)
+        yield from self.ask(crew, (StageKept, self.version), tell)
         self.keeper.finish()
         self.keeping_s = self.took_s
-        self.is_kept = True
-        crew, newcomers = self.crew, self.newcomers()
-        moving = crew.moving if crew else None
-        if not (newcomers or moving) or self.report.counts.is_over:
-            return
+
+    def are_to_move(self, crew: Crew) -> bool:
+        """Whether the layers are dealt out again, for a reason, now that nothing would be lost."""
+        newcomers, moving = self.newcomers(), crew.moving
+        if not (newcomers or moving):
+            return False
         self.keeper.settle(wait=True)
-        if self.keeper.kept.state.step == self.version:
-            reasons = [moving.reason] if moving else []
-            if newcomers:
-                reasons.append(f"with {', '.join(each.worker.name for each in newcomers)}")
-            reason = "; ".join(reasons)
-            self.context.log.info("the layers are dealt out again: %s", reason)
-            self.report.happened(LayersMoved(step=self.version, reason=reason))
-            if crew and moving:
-                self.take_as_measured(crew, moving)
-            self.crew = None
+        if self.keeper.kept.state.step != self.version:
+            return False
+        reasons = [moving.reason] if moving else []
+        if newcomers:
+            reasons.append(f"with {', '.join(each.worker.name for each in newcomers)}")
+        reason = "; ".join(reasons)
+        self.context.log.info("the layers are dealt out again: %s", reason)
+        self.report.happened(LayersMoved(step=self.version, reason=reason))
+        if moving:
+            self.take_as_measured(crew, moving)
+        return True
 
     def take_as_measured(self, crew: Crew, decision: Decision) -> None:
         """Plan with what stages took from now on."""
@@ -255,8 +302,8 @@ class Server(Coordinator):
             if peer is not None and peer.measured is not None:
                 peer.measured = slowed(peer.measured, factor)
 
-    def begin_step(self, crew: Crew) -> None:
-        """Give all stages the samples of the next step."""
+    def step(self, crew: Crew) -> Turns[None]:
+        """Give all stages the samples of the next step, and have them step together."""
         batches = global_batches(
             self.context.training.num_samples,
             self.report.counts.total_samples,
@@ -264,15 +311,12 @@ class Server(Coordinator):
             first=self.report.counts.samples_applied,
         )
         samples = next(batches)
+        self.turn += 1
         self.num_grants += 1
         lease = self.lease_of(samples, self.num_grants)
-        self.ask(
-            crew,
-            (StageDone, lease),
-            partial(self.assign, samples, lease),
-            partial(self.commit, crew, samples),
-            self.step_patience_s,
-        )
+        tell = partial(self.assign, samples, lease, crew)
+        answers = yield from self.ask(crew, (StageDone, lease), tell, self.step_patience_s)
+        self.commit(crew, samples, answers)
 
     def assign(self, samples: Range, lease: LeaseKey, crew: Crew, rank: int) -> None:
         indices = self.orders[samples.epoch][samples.start : samples.stop]
@@ -329,12 +373,7 @@ class Server(Coordinator):
                 num_terms=num_terms,
             )
         )
-        self.is_evaluated = not self.is_time(self.train.eval_steps)
         self.judge(crew, samples, answers)
-        is_due = (
-            self.is_time(self.context.settings.cluster.checkpoint_steps) or crew.moving is not None
-        )
-        self.is_kept = not (self.keeper.can_keep and is_due)
 
     def judge(self, crew: Crew, samples: Range, answers: list[StageDone]) -> None:
         """See whether stages take what was planned; the last step of an epoch may have fewer samples."""
@@ -351,29 +390,6 @@ class Server(Coordinator):
         move_s = self.keeping_s + self.dealing_s
         if self.keeper.can_keep:
             crew.moving = crew.times.decide(self.report.counts.steps_left, move_s)
-
-    def evaluated(self, answers: list[StageEvaluated]) -> None:
-        """All stages have computed what is held out, or a part of it.
-
-        Raises:
-            NonFiniteLoss: the loss is not finite.
-        """
-        if not all(each.is_finite for each in answers):
-            raise NonFiniteLoss(
-                f"the validation loss after step {self.version} is not finite; {DIVERGENCE_REMEDY}"
-            )
-        evaluation = self.evaluating.take(answers)
-        self.is_evaluated = not self.evaluating.is_under_way
-        if not self.is_evaluated:
-            return
-        if evaluation is not None:
-            epoch = (
-                max(0, self.report.counts.samples_applied - 1) // self.context.training.num_samples
-            )
-            self.report.evaluated(self.version, epoch, evaluation)
-        if self.report.counts.is_over and self.keeper.can_keep:
-            known = self.report.with_evaluation(self.report.training_state({}))
-            self.is_kept = self.keeper.tell(known)
 
     def hear(self, peer: Peer, message: Message, payload: bytes | bytearray) -> None:
         if isinstance(message, WantState):
@@ -400,47 +416,40 @@ class Server(Coordinator):
             state.step,
         )
         self.report.resume(state)
-        self.evaluating.restart()
-        self.is_evaluated = self.is_kept = True
 
 
 def serve(context: ServerContext) -> Summary:
     return Server(context).run()
 
 
-class Evaluating:
-    """The evaluation that goes on, or the next one: which samples come, and what came of those before.
-
-    All stages compute it together; a part at a time where the server sends what is held out.
-    """
+class HeldOut:
+    """What is evaluated of a run: the stages have it, or it is sent a part at a time."""
 
     def __init__(self, context: ServerContext, *, batch_size: int, num_batches: int) -> None:
-        """`num_batches` of the workload's batch size, or of `batch_size`, are sent at once."""
+        """`num_batches` of the workload's batch size, or of `batch_size`, are a part."""
         workload = context.training.workload
         self.batch_size = workload.eval_batch_size or batch_size
         self._samples, self._metrics = workload.validation, workload.metrics
-        self._num_at_once = num_batches * self.batch_size
+        self._part_size = num_batches * self.batch_size
         self._feed = context.open_held_out_feed(self.batch_size)
         self._log, self._missing = context.log, set[str]()
-        self._num_done = 0
-        self._totals: dict[str, tuple[float, float]] = {}
 
     @property
     def num_samples(self) -> int:
         return 0 if self._samples is None else self._samples.num_samples
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether some of the samples have been evaluated, and some not."""
-        return self._num_done > 0
+    def parts(self) -> Iterator[Range | None]:
+        """The places of the samples that are sent together, which go with the next one.
 
-    @property
-    def part(self) -> Range | None:
-        """The places of the samples that are sent next; None: the stages have all, or nobody has any."""
+        None: the stages have all, or nobody has any.
+        """
         if self._feed is None:
-            return None
-        stop = min(self._num_done + self._num_at_once, self.num_samples)
-        return Range(0, self._num_done, stop)
+            yield None
+            return
+        for start in range(0, self.num_samples, self._part_size):
+            part = Range(0, start, min(start + self._part_size, self.num_samples))
+            yield part
+            self._feed.applied(part)
 
     @cached_property
     def _order(self) -> Tensor:
@@ -449,29 +458,15 @@ class Evaluating:
 
     def deliver(self, part: Range, deliver: Callable[[ServedBatch | None], None]) -> None:
         """Call `deliver` with the batches of a part, in the deciding thread, when they are there."""
-        assert self._feed is not None  # noqa: S101 - `part` has told
+        assert self._feed is not None  # noqa: S101 - there are `parts`
         self._feed.deliver(part, self._order[part.start : part.stop], deliver)
 
-    def take(self, answers: Sequence[StageEvaluated]) -> Evaluation | None:
-        """What came of the evaluation, once no part is left.
+    def evaluation(self, totals: Totals) -> Evaluation:
+        """What came of all parts.
 
         Raises:
             NonFiniteLoss, UserCodeError: as `evaluation_of`.
         """
-        for each in answers:
-            for name, (total, count) in each.totals.items():
-                before = self._totals.get(name, (0.0, 0.0))
-                self._totals[name] = before[0] + total, before[1] + count
-        if self._feed is not None and (part := self.part) is not None:
-            self._feed.applied(part)
-            self._num_done = part.stop
-            if part.stop < self.num_samples:
-                return None
-        totals = self._totals
-        self.restart()
-        return self._evaluation(totals) if LOSS in totals else None
-
-    def _evaluation(self, totals: Totals) -> Evaluation:
         measured = {name for name, of in self._metrics.items() if not isinstance(of, OfLoss)}
         for name in sorted(measured - totals.keys() - self._missing):
             self._missing.add(name)
@@ -481,10 +476,6 @@ class Evaluating:
                 name,
             )
         return evaluation_of(totals, self._metrics)
-
-    def restart(self) -> None:
-        """Begin with the first sample."""
-        self._num_done, self._totals = 0, {}
 
     def close(self) -> None:
         if self._feed is not None:

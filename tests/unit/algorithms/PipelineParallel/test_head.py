@@ -74,12 +74,11 @@ class Hand(Head):
             log=logging.getLogger("test"), training=training, incarnation="i"
         )
         self.builders, self.dealer, self.pool = Builders(), Mock(), Mock()
-        self.turn, self.step_s, self.num_grants, self.took_s = 0, 0.0, 0, 0.0
-        self.num_moves = 0
+        self.turn, self.step_s, self.num_grants = 0, 0.0, 0
         self.fragments, self.lost, self.crew = None, None, None
         self.waiting = self.running = None
         self._ended = threading.Event()
-        self.streams, self.places, self.has_begun = {}, [], False
+        self.streams = {}
         self.peers = {}
         for number in (1, 2):
             member = Member(number, number, f"node{number}", 8 * str(number))
@@ -91,7 +90,8 @@ class Hand(Head):
     def deal(self) -> None:
         """All have their layers."""
         self.crew = Crew(7, StageMap((0, 1, 2), (0, 1), ("a", "b")), list(self.peers.values()))
-        self.dealt([StageReady(attempt=7, places=each) for each in PLACES])
+        self.turns = self.work(self.crew, [StageReady(attempt=7, places=each) for each in PLACES])
+        self.go_on(self.crew)
 
     def told(self, number: int) -> list[Message]:
         """What a stage has been told since this was asked last: messages, and frames of pieces."""
@@ -105,7 +105,7 @@ class Hand(Head):
         self.given = order
         self.take(order)
         if self.crew is not None and self.crew.question is None:
-            self.next_turn(self.crew)
+            self.go_on(self.crew)
 
     def outcome(self) -> Any:
         return self.given.outcome.result(0)
@@ -127,8 +127,6 @@ def test_an_order_waits_for_the_layers_and_is_done_when_all_have_done_it() -> No
     head.order("reset")
     assert head.told(1) == []
     head.deal()
-    assert head.crew is not None
-    head.next_turn(head.crew)
     assert head.told(1) == head.told(2) == [CopyOrder(attempt=7, turn=1, order="reset")]
     head.hear(head.peers[1], StageKept(attempt=7, step=1), b"")
     assert not head.given.outcome.done()
@@ -151,8 +149,6 @@ def test_what_goes_on_from_lost_weights_is_refused_until_whole_ones_have_come() 
     head.order("take", whole(torch.zeros(6), torch.ones(4)), **OF_ALL)
     assert not head.given.outcome.done()
     head.deal()
-    assert head.crew is not None
-    head.next_turn(head.crew)
     head.answer()
     assert head.outcome() is None
     head.order("step")
@@ -171,8 +167,6 @@ def test_stages_of_a_new_plan_hear_of_the_fragments_first() -> None:
     head.order("take", whole(torch.zeros(10)), **OF_ALL)
     head.deal()
     for expected in ("begin", "load"):
-        assert head.crew is not None
-        head.next_turn(head.crew)
         [order] = head.told(1)
         assert isinstance(order, CopyOrder)
         assert order.order == expected

@@ -29,8 +29,8 @@ class Hand(Server):
         self.config, self.builders = config, Builders()
         records = SimpleNamespace(folder=None)
         self.context: Any = SimpleNamespace(log=logging.getLogger("test"), records=records)
-        self.dealt: Any = Mock()
-        self.keeper, self.dealer, self.evaluating = Mock(), self.dealt, Mock()
+        self.dealer: Any = Mock()
+        self.keeper: Any = Mock()
         self.keeper.kept.folder, self.keeper.kept.state.step = None, 0
         self.report: Any = Mock()
         self.peers, self.crew, self.turn = {}, None, 0
@@ -49,7 +49,7 @@ class Hand(Server):
         self.dealer.attempt = attempt
         nodes = [each.worker.member.node for each in peers]
         layers = even_cut(4, nodes, self.config)
-        self.dealt.deal.return_value = SimpleNamespace(
+        self.dealer.deal.return_value = SimpleNamespace(
             map=layers, problem=None, plan=None, words="", document={}
         )
         self.disband()
