@@ -382,7 +382,7 @@ def play(
 
 def all_there(core: Server) -> bool:
     if isinstance(core, pipeline.Server):
-        return len(core.ready) == len(NODES)  # before, no layers are dealt to them
+        return len(core.dealer.ready) == len(NODES)  # before, no layers are dealt to them
     present = core.members.free if isinstance(core, syncps.Server) else core.pool.workers
     return len(present) == len(NODES)
 

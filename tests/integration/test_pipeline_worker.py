@@ -230,7 +230,7 @@ def test_a_stage_that_is_back_takes_layers_again(tmp_path: Path) -> None:
         def compute(self, step: Assigned) -> None:
             if len(self.plan.ranks) == 1 and not again:
                 again.append(pipeline.stage(2))
-                eventually(lambda: len(pipeline.head_of_stages.ready) == 2)
+                eventually(lambda: len(pipeline.head_of_stages.dealer.ready) == 2)
             super().compute(step)
 
     head, first = pipeline.head(1), pipeline.stage(1, Patient)

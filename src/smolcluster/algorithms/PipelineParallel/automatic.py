@@ -7,17 +7,16 @@ planned, and samples that the server sends cannot be measured on.
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.algorithms.PipelineParallel.crew import Peer
-from smolcluster.algorithms.PipelineParallel.plan import StageMap, even_cut
-from smolcluster.algorithms.planning.layers import LayerPlan, Link, Problem, in_words, plan_layers
+from smolcluster.algorithms.PipelineParallel.plan import Cut, StageMap, even_cut, unmeasured
+from smolcluster.algorithms.planning.layers import Link, Problem, in_words, plan_layers
 from smolcluster.algorithms.planning.measured import problem_of
-from smolcluster.algorithms.planning.plan_file import PlanFile, PlanLink, PlanStage, document_of
+from smolcluster.algorithms.planning.plan_file import document_of
 from smolcluster.configs.schema import TrainConfig
 from smolcluster.data.dataset import Elsewhere
 from smolcluster.errors import SmolclusterError
@@ -25,22 +24,6 @@ from smolcluster.training.build import TrainingContext
 from smolcluster.training.schedules.instructions import SCHEDULES
 from smolcluster.training.stages.measure import LayerSpeeds, measure_workload
 from smolcluster.wire.messages import MAX_LAYER_KINDS, MAX_STAGES, LayersMeasured
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Which layers are whose, and what that will be like as far as it is known.
-
-    Attributes:
-        words: the step that is predicted, in one line; empty: nothing was measured.
-        problem, plan: from which the cut was made; None: nothing was measured.
-    """
-
-    map: StageMap
-    document: PlanFile
-    words: str = ""
-    problem: Problem | None = None
-    plan: LayerPlan | None = None
 
 
 def is_measured(config: PipelineConfig) -> bool:
@@ -176,20 +159,3 @@ def speeds_of(num_layers: int, machines: Mapping[str, Peer]) -> dict[str, LayerS
         and len(each.measured.layers) == num_layers
         and max(each.measured.layers) < len(each.measured.kinds)
     }
-
-
-def unmeasured(stages: StageMap, config: PipelineConfig) -> Cut:
-    """A cut of which nothing more is known."""
-    document = PlanFile(
-        schedule=config.schedule,
-        num_microbatches=config.microbatches,
-        step_s=0.0,
-        bubble=0.0,
-        bottleneck="",
-        stages=tuple(
-            PlanStage(machine=stages.nodes[rank], start=stages.cuts[at], end=stages.cuts[at + 1])
-            for at, rank in enumerate(stages.ranks)
-        ),
-        links=tuple(PlanLink() for _ in stages.ranks[1:]),
-    )
-    return Cut(stages, document)

@@ -10,27 +10,21 @@ which order, is one generator, `Coordinator.work`, of those that are a `Coordina
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from smolcluster.algorithms.context import PoolContext
-from smolcluster.algorithms.PipelineParallel.automatic import Cut
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.algorithms.PipelineParallel.crew import (
     Crew,
     Peer,
     Question,
     Turns,
-    named,
     subject_of,
 )
 from smolcluster.algorithms.PipelineParallel.dealing import Dealer
-from smolcluster.algorithms.PipelineParallel.moving import StageTimes, rest_after
 from smolcluster.data.permutation import Range
-from smolcluster.errors import ConfigError, OutOfMemory, RunFailed
-from smolcluster.server.worker import Worker
 from smolcluster.server.worker_pool import Departed, Joined, WorkerPool
 from smolcluster.training.stages.build import num_layers
 from smolcluster.utils.units import format_duration
@@ -88,13 +82,9 @@ class Coordinator(ABC):
             num_copies=self.num_copies,
             role=self.role,
         )
-        self.builders = Builders()
-        self.peers: dict[int, Peer] = {}
         self.crew: Crew | None = None
         self.turns: Turns[None]
         """What the crew does."""
-        self.considered: set[int] = set()
-        """Workers, by their sessions, that the plan takes or leaves out for good reason."""
         self.turn = 0
         """What the stages do together is counted over all plans, steps and evaluations alike."""
         self.num_grants = 0
@@ -104,8 +94,6 @@ class Coordinator(ABC):
         """The longest step of this plan so far."""
         self.dealing_s = 0.0
         """What it took the last time until all stages had their layers."""
-        self.num_moves = 0
-        """How often layers were dealt out again because stages did not take what was planned."""
 
     @property
     @abstractmethod
@@ -143,7 +131,7 @@ class Coordinator(ABC):
         else:
             self.cut_silent(self.crew, self.crew.question)
 
-    def plan(self) -> Cut | None:
+    def plan(self) -> Crew | None:
         """Deal the layers out, once enough workers are there; None: they are not yet.
 
         Raises:
@@ -151,37 +139,12 @@ class Coordinator(ABC):
         """
         if not self.pool.started:
             return None
-        able = [each.member.worker_id for each in self.pool.workers if self.may_build(each)]
-        why_none = self.builders.why_none_is_left(able)
-        if why_none is not None and not self.pool.is_preparing:
-            raise RunFailed(f"no worker is left that can build its layers: {why_none}")
-        ready = self.ready
-        by_name = named(ready)
-        unable = sum(not self.may_build(each.worker) for each in self.peers.values())
-        cut = self.dealer.deal(
-            by_name,
-            are_all_ready=len(ready) + unable == len(self.peers),
-            num_unable=unable,
-            why_missing=self.builders.why_not([each.worker.member.worker_id for each in ready]),
-        )
-        if cut is None:
-            return None
-        self.considered = {each.id for each in ready}
-        self.step_s = 0.0
-        peers = [by_name[name] for name in cut.map.nodes]
-        times = None
-        if cut.problem and cut.plan:
-            hosts = {name: each.host for name, each in by_name.items()}
-            rest_s = rest_after(self.num_moves)
-            times = StageTimes(cut.problem, cut.plan, hosts=hosts, rest_s=rest_s)
-        links = cut.problem.links if cut.problem else {}
-        crew = self.crew = Crew(self.dealer.attempt, cut.map, peers, cut.plan, times, links)
-        self.context.log.info("layers: %s", ": ".join(filter(None, (str(cut.map), cut.words))))
-        for each in self.peers.values():
-            each.building_attempt = None
-        self.turns = self.follow(crew)
-        self.go_on(crew)
-        return cut
+        crew = self.crew = self.dealer.deal(is_preparing=self.pool.is_preparing)
+        if crew is not None:
+            self.step_s = 0.0
+            self.turns = self.follow(crew)
+            self.go_on(crew)
+        return crew
 
     def follow(self, crew: Crew) -> Turns[None]:
         """What the stages of a plan do, from their layers on."""
@@ -195,19 +158,6 @@ class Coordinator(ABC):
             crew.question = self.turns.send(answers)
         except StopIteration:
             self.crew = None
-
-    @property
-    def ready(self) -> list[Peer]:
-        """The workers that neighbours could reach, and that can have layers."""
-        found = [
-            each
-            for each in self.peers.values()
-            if each.listening is not None and self.may_build(each.worker)
-        ]
-        return sorted(found, key=lambda each: each.worker.member.worker_id)
-
-    def may_build(self, worker: Worker) -> bool:
-        return self.builders.may_build(worker.member.worker_id, worker.member.instance)
 
     def planned(self, crew: Crew, rank: int) -> None:
         """Tell a worker which layers are its own, and who its neighbours are."""
@@ -279,60 +229,40 @@ class Coordinator(ABC):
 
     def relay(self, sender: Peer, relayed: Relayed, payload: bytes | bytearray) -> None:
         """Hand on what one stage of the plan, or of a pair that is measured, says to another one."""
-        there = self.crew.peers if self.crew else self.ready
+        there = self.crew.peers if self.crew else self.dealer.ready
         target = next((each for each in there if each.instance == relayed.instance), None)
         if sender in there and target is not None:
             told = relayed.model_copy(update={"instance": sender.instance})
             target.worker.live_session.send(told, payload)
 
-    def note_failure(self, peer: Peer) -> None:
-        """Remember that a worker has gone while it built its layers, if that is so."""
-        worker, member = peer.worker, peer.worker.member
-        if peer.building_attempt is None:
-            return
-        if worker.goodbye is None:
-            self.builders.lost(member.worker_id, member.instance, worker.name)
-        elif worker.goodbye.fault is not None:
-            reason = f"{worker.name}: {worker.goodbye.reason}"
-            self.builders.failed(member.worker_id, member.instance, reason)
-
-    def on_trouble(self, peer: Peer, ready: StageReady) -> None:
-        """A stage cannot reach a neighbour, has lost it, or has too little memory."""
-        if ready.attempt == peer.building_attempt:
+    def on_ready(self, peer: Peer, ready: StageReady) -> None:
+        """A stage has its layers; or has no memory, cannot reach a neighbour, or has lost it."""
+        is_newest = ready.attempt == peer.building_attempt
+        if is_newest:
             peer.building_attempt = None
+        if not ready.reason:
+            if is_newest:
+                self.dealer.builders.built(peer.worker.member)
+            self.on_answer(peer.id, ready.attempt, ready)
+            return
         if not ready.attempt:
-            self.on_unable(peer, ready.reason)
+            self.dealer.leave_out(peer, ready.reason)
         if self.crew is not None and ready.attempt == self.crew.attempt:
             if ready.out_of_memory:
-                self.dealer.relieve(self.crew, peer, ready.reason, self.ready)
+                self.dealer.relieve(self.crew, peer, ready.reason)
             self.begin_again(f"{peer.worker.name}: {ready.reason}")
 
-    def on_unable(self, peer: Peer, reason: str) -> None:
-        """A worker has no memory for a single layer: it stays without, and the others share them.
-
-        Raises:
-            OutOfMemory: `shard_plan` gives it some.
-        """
-        worker, member = peer.worker, peer.worker.member
-        what = f"{worker.name} can have no layers: {reason}"
-        own = self.context.settings.cluster.node_of(member.node)
-        if isinstance(self.config.shard_plan, dict) and own in self.config.shard_plan:
-            raise OutOfMemory(f"{what}; leave it out of shard_plan, or raise microbatches")
-        self.builders.failed(member.worker_id, member.instance, what)
-        self.context.log.warning("%s; it takes no part", what)
-
     def handle(self, event: Event) -> None:
+        peers = self.dealer.peers
         match event:
             case Joined(worker):
-                peer = Peer(worker)
-                self.peers[peer.id] = peer
-                if not self.may_build(worker):
-                    why = self.builders.reason(worker.member.worker_id)
-                    self.context.log.warning("%s is back and takes no part: %s", worker.name, why)
+                self.dealer.join(worker)
             case Departed(worker):
-                self.on_departure(worker)
-            case MessageReceived(session_id=id_, message=message) if id_ in self.peers:
-                self.hear(self.peers[id_], message, event.payload)
+                peer = self.dealer.leave(worker)
+                if self.crew is not None and peer in self.crew.peers:
+                    self.begin_again(f"{worker.name} is gone")
+            case MessageReceived(session_id=id_, message=message) if id_ in peers:
+                self.hear(peers[id_], message, event.payload)
 
     def hear(self, peer: Peer, message: Message, payload: bytes | bytearray) -> None:
         match message:
@@ -344,100 +274,7 @@ class Coordinator(ABC):
                 peer.listening = message
             case LinkMeasured():
                 self.dealer.take_link(peer, message)
-            case StageReady() if message.reason:
-                self.on_trouble(peer, message)
             case StageReady():
-                if message.attempt == peer.building_attempt:
-                    peer.building_attempt = None
-                    self.builders.built(peer.worker.member.worker_id)
-                self.on_answer(peer.id, message.attempt, message)
+                self.on_ready(peer, message)
             case StageDone() | StageEvaluated() | StageKept():
                 self.on_answer(peer.id, message.attempt, message)
-
-    def on_departure(self, worker: Worker) -> None:
-        peer = self.peers.pop(worker.member.session_id, None)
-        if peer is None:
-            return
-        self.dealer.is_gone(peer)
-        self.note_failure(peer)
-        if self.crew is not None and peer in self.crew.peers:
-            self.begin_again(f"{worker.name} is gone")
-
-    def newcomers(self) -> list[Peer]:
-        """Workers that could take layers and have none."""
-        here = {each.id for each in self.ready}
-        if isinstance(self.config.shard_plan, dict) or here <= self.considered:
-            return []
-        peers = self.crew.peers if self.crew else []
-        by_name = named(self.ready)
-        try:
-            chosen = [by_name[name] for name in self.dealer.cut(by_name).map.nodes]
-        except ConfigError:
-            chosen = []
-        found = [each for each in chosen if each not in peers]
-        if not found:
-            self.considered = here
-        return found
-
-
-MOST_LOST = 3
-"""A worker that is lost so often in a row while it builds, without a word, cannot: its memory runs out."""
-MOST_FAILED = 2
-"""After so many of its processes that could not build layers a worker is given none any more."""
-
-
-@dataclass
-class Builders:
-    """What has come of the layers that each worker was given, by its number.
-
-    One that cannot build them is given none again, except once, to another process of it.
-
-    Attributes:
-        num_lost: how often in a row a worker was lost while it built; 0: it built its layers last.
-        unable: of a worker that cannot, why its processes, by their instances, could not.
-    """
-
-    num_lost: dict[int, int] = field(default_factory=dict)
-    unable: dict[int, dict[str, str]] = field(default_factory=dict)
-
-    def built(self, worker_id: int) -> None:
-        self.num_lost[worker_id] = 0
-        self.unable.pop(worker_id, None)
-
-    def failed(self, worker_id: int, instance: str, reason: str) -> None:
-        """It says itself that it cannot."""
-        self.num_lost.pop(worker_id, None)
-        self.unable.setdefault(worker_id, {})[instance] = reason
-
-    def lost(self, worker_id: int, instance: str, name: str) -> None:
-        """It was there no more before it had built its layers."""
-        if worker_id in self.unable:
-            self.unable[worker_id].setdefault(instance, self.reason(worker_id))
-            return
-        times = self.num_lost.get(worker_id, 0) + 1
-        self.num_lost[worker_id] = times
-        if times >= MOST_LOST:
-            reason = f"{name} was lost {times} times while it built its layers (out of memory?)"
-            self.failed(worker_id, instance, reason)
-
-    def may_build(self, worker_id: int, instance: str) -> bool:
-        """Whether that process of a worker may be given layers."""
-        unable = self.unable.get(worker_id, {})
-        return instance not in unable and len(unable) < MOST_FAILED
-
-    def reason(self, worker_id: int) -> str:
-        """Why a worker cannot build layers, as its newest process has shown."""
-        return list(self.unable[worker_id].values())[-1]
-
-    def why_not(self, able: Collection[int]) -> str:
-        """The reasons of all but the workers `able`, which may be given layers; "": none is known."""
-        return "; ".join(map(self.reason, sorted(self.unable.keys() - set(able))))
-
-    def why_none_is_left(self, able: Collection[int]) -> str | None:
-        """The reasons of all, where nobody could build layers; None: somebody may.
-
-        `able`: the workers that are there and may be given layers.
-        """
-        if not self.unable or self.num_lost or able:
-            return None
-        return self.why_not(())

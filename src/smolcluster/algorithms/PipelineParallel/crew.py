@@ -1,19 +1,19 @@
-"""The workers of a pipeline: who has layers, what they have been asked, and what is shown of their steps."""
+"""The workers of a pipeline: who has or can have layers, what they are asked, and what is shown of steps."""
 
 import math
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from smolcluster.algorithms.PipelineParallel.link_speed import UNMEASURED
 from smolcluster.algorithms.PipelineParallel.moving import Decision, StageTimes
-from smolcluster.algorithms.PipelineParallel.plan import StageMap
-from smolcluster.algorithms.planning.layers import LayerPlan, Link
+from smolcluster.algorithms.PipelineParallel.plan import Cut, StageMap
 from smolcluster.observability.view.stages import numbers_of
 from smolcluster.server.worker import Worker
 from smolcluster.training.compute import BatchLoss
 from smolcluster.training.schedules.instructions import Op
+from smolcluster.wire.membership import Member
 from smolcluster.wire.messages import (
     LayersMeasured,
     Listening,
@@ -72,6 +72,70 @@ def named(peers: Sequence[Peer]) -> dict[str, Peer]:
     return found
 
 
+MOST_LOST = 3
+"""A worker that is lost so often in a row while it builds, without a word, cannot: its memory runs out."""
+MOST_FAILED = 2
+"""After so many of its processes that could not build layers a worker is given none any more."""
+
+
+@dataclass
+class Builders:
+    """What has come of the layers that each worker was given, by its number.
+
+    One that cannot build them is given none again, except once, to another process of it.
+
+    Attributes:
+        num_lost: how often in a row a worker was lost while it built; 0: it built its layers last.
+        unable: of a worker that cannot, why its processes, by their instances, could not.
+    """
+
+    num_lost: dict[int, int] = field(default_factory=dict)
+    unable: dict[int, dict[str, str]] = field(default_factory=dict)
+
+    def built(self, member: Member) -> None:
+        self.num_lost[member.worker_id] = 0
+        self.unable.pop(member.worker_id, None)
+
+    def failed(self, member: Member, reason: str) -> None:
+        """It says itself that it cannot."""
+        self.num_lost.pop(member.worker_id, None)
+        self.unable.setdefault(member.worker_id, {})[member.instance] = reason
+
+    def lost(self, member: Member, name: str) -> None:
+        """It was there no more before it had built its layers."""
+        worker_id = member.worker_id
+        if worker_id in self.unable:
+            self.unable[worker_id].setdefault(member.instance, self.reason(worker_id))
+            return
+        times = self.num_lost.get(worker_id, 0) + 1
+        self.num_lost[worker_id] = times
+        if times >= MOST_LOST:
+            reason = f"{name} was lost {times} times while it built its layers (out of memory?)"
+            self.failed(member, reason)
+
+    def may_build(self, member: Member) -> bool:
+        """Whether that process of a worker may be given layers."""
+        unable = self.unable.get(member.worker_id, {})
+        return member.instance not in unable and len(unable) < MOST_FAILED
+
+    def reason(self, worker_id: int) -> str:
+        """Why a worker cannot build layers, as its newest process has shown."""
+        return list(self.unable[worker_id].values())[-1]
+
+    def why_not(self, able: Collection[int]) -> str:
+        """The reasons of all but the workers `able`, which may be given layers; "": none is known."""
+        return "; ".join(map(self.reason, sorted(self.unable.keys() - set(able))))
+
+    def why_none_is_left(self, able: Collection[int]) -> str | None:
+        """The reasons of all, where nobody could build layers; None: somebody may.
+
+        `able`: the workers that are there and may be given layers.
+        """
+        if not self.unable or self.num_lost or able:
+            return None
+        return self.why_not(())
+
+
 OPS = {
     Op.FORWARD: "forward",
     Op.BACKWARD: "backward",
@@ -110,16 +174,17 @@ class Crew:
     """The workers that have the layers, by rank, from one plan to the next."""
 
     attempt: int
-    map: StageMap
+    cut: Cut
     peers: list[Peer]
-    plan: LayerPlan | None = None
     times: StageTimes | None = None
     """None: the layers were not dealt out by what they take."""
-    links: Mapping[tuple[str, str], Link] = field(default_factory=dict)
-    """What was measured between workers, by the names of sender and receiver."""
     question: Question | None = None
     moving: Decision | None = None
     """To deal the layers out again when the state has been kept."""
+
+    @property
+    def map(self) -> StageMap:
+        return self.cut.map
 
 
 def subject_of(answer: Message) -> tuple[object, ...]:
@@ -164,7 +229,7 @@ def stage_figures(crew: Crew, rank: int, done: StageDone, took_s: float) -> dict
     capacities = {
         crew.peers[other].worker.rank: link.bytes_s
         for other, name in enumerate(crew.map.nodes)
-        if (link := crew.links.get((crew.map.nodes[rank], name))) and link != UNMEASURED
+        if (link := crew.cut.links.get((crew.map.nodes[rank], name))) and link != UNMEASURED
     }
     bubble = max(0.0, 1 - busy_s / took_s) if took_s > 0 else 0.0
     return numbers_of(layers, op_s, bubble, sends, capacities)

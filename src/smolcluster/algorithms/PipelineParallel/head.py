@@ -308,7 +308,7 @@ class Head(Coordinator):
                 peer.worker.live_session.cut(str(error))
 
     def advance(self) -> None:
-        newcomers = self.newcomers() if self.crew is not None else []
+        newcomers = self.dealer.newcomers(self.crew) if self.crew else []
         if newcomers:
             self.begin_again(f"with {', '.join(each.worker.name for each in newcomers)}")
         super().advance()

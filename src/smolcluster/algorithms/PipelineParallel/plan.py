@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
+from smolcluster.algorithms.planning.layers import LayerPlan, Link, Problem
+from smolcluster.algorithms.planning.plan_file import PlanFile, PlanLink, PlanStage
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import SCHEDULES, Schedule, stage_ranks
 
@@ -67,6 +69,27 @@ class StageMap:
         )
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Which layers are whose, and what that will be like as far as it is known.
+
+    Attributes:
+        words: the step that is predicted, in one line; empty: nothing was measured.
+        problem, plan: from which the cut was made; None: nothing was measured.
+    """
+
+    map: StageMap
+    document: PlanFile
+    words: str = ""
+    problem: Problem | None = None
+    plan: LayerPlan | None = None
+
+    @property
+    def links(self) -> Mapping[tuple[str, str], Link]:
+        """What was measured between workers, by the names of sender and receiver."""
+        return self.problem.links if self.problem else {}
+
+
 def schedule_of(config: PipelineConfig, num_ranks: int, num_microbatches: int) -> Schedule:
     """The instruction lists of a step of so many microbatches, of which an epoch's last step may have few."""
     return SCHEDULES[config.schedule].generate(num_ranks, num_microbatches)
@@ -121,3 +144,20 @@ def written_cut(
             f"machines has them on {list(wanted)}"
         )
     return StageMap((0, *(end for _, end, _ in stages)), ranks, tuple(nodes))
+
+
+def unmeasured(stages: StageMap, config: PipelineConfig) -> Cut:
+    """A cut of which nothing more is known."""
+    document = PlanFile(
+        schedule=config.schedule,
+        num_microbatches=config.microbatches,
+        step_s=0.0,
+        bubble=0.0,
+        bottleneck="",
+        stages=tuple(
+            PlanStage(machine=stages.nodes[rank], start=stages.cuts[at], end=stages.cuts[at + 1])
+            for at, rank in enumerate(stages.ranks)
+        ),
+        links=tuple(PlanLink() for _ in stages.ranks[1:]),
+    )
+    return Cut(stages, document)

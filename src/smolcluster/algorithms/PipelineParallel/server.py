@@ -25,7 +25,6 @@ from functools import cached_property, partial
 from torch import Tensor
 
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.algorithms.PipelineParallel.automatic import Cut, slowed
 from smolcluster.algorithms.PipelineParallel.coordinator import (
     PATIENCE_S,
     Coordinator,
@@ -36,10 +35,9 @@ from smolcluster.algorithms.PipelineParallel.crew import (
     Peer,
     Turns,
     computed,
-    named,
     stage_figures,
 )
-from smolcluster.algorithms.PipelineParallel.moving import Decision, seconds_computed
+from smolcluster.algorithms.PipelineParallel.moving import seconds_computed
 from smolcluster.algorithms.PipelineParallel.state import Keeper, Kept
 from smolcluster.algorithms.planning.plan_file import PLAN
 from smolcluster.data.loading import every_index
@@ -178,16 +176,16 @@ class Server(Coordinator):
         self.keeper.settle()
         super().advance()
 
-    def plan(self) -> Cut | None:
-        cut = super().plan()
-        if cut is None or self.crew is None:
+    def plan(self) -> Crew | None:
+        crew = super().plan()
+        if crew is None:
             return None
-        for each in self.peers.values():
-            if each not in self.crew.peers:  # the layers that it had are not its own any more
+        for each in self.dealer.peers.values():
+            if each not in crew.peers:  # the layers that it had are not its own any more
                 self.report.board.measured(each.worker)
         if self.context.records.folder is not None:
-            PLAN.write(RunPaths(self.context.records.folder).plan, cut.document)
-        return cut
+            PLAN.write(RunPaths(self.context.records.folder).plan, crew.cut.document)
+        return crew
 
     def work(self, crew: Crew, _ready: list[StageReady]) -> Turns[None]:
         """Take steps, evaluate and keep what they come to, until the run is over or the layers move."""
@@ -277,7 +275,7 @@ class Server(Coordinator):
 
     def are_to_move(self, crew: Crew) -> bool:
         """Whether the layers are dealt out again, for a reason, now that nothing would be lost."""
-        newcomers, moving = self.newcomers(), crew.moving
+        newcomers, moving = self.dealer.newcomers(crew), crew.moving
         if not (newcomers or moving):
             return False
         self.keeper.settle(wait=True)
@@ -290,17 +288,8 @@ class Server(Coordinator):
         self.context.log.info("the layers are dealt out again: %s", reason)
         self.report.happened(LayersMoved(step=self.version, reason=reason))
         if moving:
-            self.take_as_measured(crew, moving)
+            self.dealer.take_as_measured(crew, moving)
         return True
-
-    def take_as_measured(self, crew: Crew, decision: Decision) -> None:
-        """Plan with what stages took from now on."""
-        self.num_moves += 1
-        by_name = named(self.ready) | dict(zip(crew.map.nodes, crew.peers, strict=True))
-        for name, factor in decision.slowness.items():
-            peer = by_name.get(name)
-            if peer is not None and peer.measured is not None:
-                peer.measured = slowed(peer.measured, factor)
 
     def step(self, crew: Crew) -> Turns[None]:
         """Give all stages the samples of the next step, and have them step together."""

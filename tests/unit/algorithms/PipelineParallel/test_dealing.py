@@ -15,6 +15,7 @@ from smolcluster.algorithms.PipelineParallel.plan import StageMap
 from smolcluster.configs.schema import DatasetConfig, SimpleNNConfig, TrainConfig
 from smolcluster.errors import ConfigError
 from smolcluster.training.stages.measure import LayerSpeeds
+from smolcluster.wire.membership import Member
 from smolcluster.wire.messages import HostPort, Listening, MeasuredLayer
 
 TRAIN = TrainConfig(
@@ -42,6 +43,13 @@ def reported(
     speeds = LayerSpeeds(layers=(layer,) * 8, memory_bytes=memory_bytes, device=device)
     listening = Listening(places=(HostPort(host=host, port=7777),))
     return Peer(Mock(), listening, message_of(speeds))
+
+
+def joined(dealer: Dealer, **peers: Peer) -> None:
+    """Let them be there, by their nodes."""
+    for number, (node, peer) in enumerate(peers.items()):
+        peer.worker = Mock(member=Member(number, number, node, node))
+        dealer.peers[number] = peer
 
 
 def check(
@@ -90,7 +98,6 @@ def test_where_one_has_not_measured_nothing_is_refused() -> None:
 
 def test_as_many_layers_each_are_compared_with_memory_before_the_first_step() -> None:
     def deal(memory_bytes: int, num_copies: int = 0, shard_plan: Any = "even") -> Any:
-        peers = {"mini1": reported(10**6, "a"), "pi5": reported(memory_bytes, "b")}
         dealer = Dealer(
             PipelineConfig(shard_plan=shard_plan),
             TRAIN,
@@ -99,7 +106,8 @@ def test_as_many_layers_each_are_compared_with_memory_before_the_first_step() ->
             logging.getLogger(),
             num_copies=num_copies,
         )
-        return dealer.deal(peers, are_all_ready=True, num_unable=0)
+        joined(dealer, mini1=reported(10**6, "a"), pi5=reported(memory_bytes, "b"))
+        return dealer.deal(is_preparing=False)
 
     needed = 4 * 4000 + 4 * 100
     assert deal(needed).map.cuts == (0, 4, 8)
@@ -112,17 +120,14 @@ def test_as_many_layers_each_are_compared_with_memory_before_the_first_step() ->
 
 
 def test_of_a_shared_device_less_is_counted_on_for_all_who_share_it() -> None:
-    def peer(name: str, host: str) -> Peer:
-        made = reported(10**6, host)
-        made.worker = Mock(member=Mock(node=name))
-        return made
-
-    ready = [peer("mini1", "10.0.0.1"), peer("mini2", "10.0.0.1"), peer("pi5", "10.0.0.2")]
-    crew = Mock(peers=ready, plan=Mock(stages=[Mock(memory_bytes=1000)] * 3))
     config = PipelineConfig(shard_plan="even")
     dealer = Dealer(config, TRAIN, Mock(num_workers=3), 9, logging.getLogger())
+    hosts = {"mini1": "10.0.0.1", "mini2": "10.0.0.1", "pi5": "10.0.0.2"}
+    joined(dealer, **{name: reported(10**6, host) for name, host in hosts.items()})
+    ready = dealer.ready
+    crew = Mock(peers=ready, cut=Mock(plan=Mock(stages=[Mock(memory_bytes=1000)] * 3)))
     for number, less in ((0, 2 * 900), (2, 900)):
-        dealer.relieve(crew, ready[number], "too much", ready)
+        dealer.relieve(crew, ready[number], "too much")
         measured = ready[number].measured
         assert measured is not None
         assert measured.memory_bytes == less

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from harness import local_settings
 from peers import opened, small_replica
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
-from smolcluster.algorithms.PipelineParallel.coordinator import Builders
 from smolcluster.algorithms.PipelineParallel.crew import Crew, Peer, computed
 from smolcluster.algorithms.PipelineParallel.head import (
     Head,
@@ -29,7 +28,7 @@ from smolcluster.algorithms.PipelineParallel.head import (
     without_average,
 )
 from smolcluster.algorithms.PipelineParallel.part_copy import CopyStream, copy_frames
-from smolcluster.algorithms.PipelineParallel.plan import StageMap
+from smolcluster.algorithms.PipelineParallel.plan import StageMap, unmeasured
 from smolcluster.algorithms.spreading import SpreadContext
 from smolcluster.configs.schema import StagesConfig
 from smolcluster.errors import DeviceFailed, OutOfMemory, PeerLost, PortBusy, RunFailed
@@ -73,23 +72,22 @@ class Hand(Head):
         self.context: Any = SimpleNamespace(
             log=logging.getLogger("test"), training=training, incarnation="i"
         )
-        self.builders, self.dealer, self.pool = Builders(), Mock(), Mock()
+        self.dealer, self.pool = Mock(), Mock()
+        self.dealer.newcomers.return_value = []
         self.turn, self.step_s, self.num_grants = 0, 0.0, 0
         self.fragments, self.lost, self.crew = None, None, None
         self.waiting = self.running = None
         self._ended = threading.Event()
         self.streams = {}
-        self.peers = {}
+        self.peers = self.dealer.peers = {}
         for number in (1, 2):
             member = Member(number, number, f"node{number}", 8 * str(number))
             self.peers[number] = Peer(Worker(member, session=Mock()))
 
-    def newcomers(self) -> list[Peer]:
-        return []
-
     def deal(self) -> None:
         """All have their layers."""
-        self.crew = Crew(7, StageMap((0, 1, 2), (0, 1), ("a", "b")), list(self.peers.values()))
+        cut = unmeasured(StageMap((0, 1, 2), (0, 1), ("a", "b")), PipelineConfig())
+        self.crew = Crew(7, cut, list(self.peers.values()))
         self.turns = self.work(self.crew, [StageReady(attempt=7, places=each) for each in PLACES])
         self.go_on(self.crew)
 
