@@ -215,6 +215,7 @@ def executions(
             hello = introduce(f"node{rank}")
             made = Links(
                 Node(hello=hello, secret=SECRET, log=logging.getLogger("test")),
+                None,
                 bucket_bytes=4096,
                 heartbeat_timeout_s=DEADLINE_S,
             )
@@ -236,7 +237,7 @@ def executions(
                 codec=codec,
                 patience_s=DEADLINE_S,
             )
-            links[rank].connect(route, None, DEADLINE_S)
+            links[rank].connect(route, DEADLINE_S)
 
         at_once(connect, len(schedule))
         own = [

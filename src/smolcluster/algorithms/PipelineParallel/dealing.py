@@ -80,8 +80,8 @@ class Dealer:
         self._considered: set[int] = set()
         """Those of them, by session, that the newest plan takes or leaves out for good reason."""
         self._survey = Survey()
-        self._surveying: Deadline | None = None
-        """Until when the pairs of the survey must have answered, while they are asked."""
+        self._survey_deadline = Deadline(0.0)
+        """Until when those that it asks must have answered."""
         self._waiting_since: float | None = None
         """Since when those that are there cannot have all layers."""
         self._has_dealt = False
@@ -102,8 +102,7 @@ class Dealer:
         peer = self.peers.pop(worker.member.session_id, None)
         if peer is None:
             return None
-        if self._survey.other(peer.instance) is not None:  # links are measured anew
-            self._surveying = None
+        self._survey.lose(peer.instance)
         if peer.building_attempt is None:
             return peer
         if worker.goodbye is None:
@@ -154,8 +153,6 @@ class Dealer:
             raise RunFailed(f"no worker is left that can build its layers: {why_none}")
         ready = self.ready
         peers = named(ready)
-        if self._surveying is not None and not self._have_answered(peers, self._surveying):
-            return None
         if missing := self._missing(peers, len(able)):
             why = self.builders.why_not([each.worker.member.worker_id for each in ready])
             reason = ": ".join(filter(None, (missing, why)))
@@ -261,7 +258,7 @@ class Dealer:
 
     def take_link(self, peer: Peer, measured: LinkMeasured) -> None:
         """Take what a worker has measured of what it sends to the one that it was paired with."""
-        if self._surveying is None or measured.attempt != self._attempt:
+        if measured.attempt != self._attempt or peer.instance not in self._survey.asked:
             return
         link = Link(measured.bytes_s, measured.latency_s)
         if measured.reason or not measured.bytes_s:
@@ -302,33 +299,30 @@ class Dealer:
 
     def _measure_links(self, peers: Mapping[str, Peer]) -> bool:
         """Have those workers measure how they reach each other that have not yet; False: all have."""
+        if self._survey.asked and not self._survey_deadline.expired:
+            return True
+        names = {each.instance: name for name, each in peers.items()}
+        for sender, receiver in self._survey.give_up().items():
+            self._log.warning(
+                "the link from %s to %s was not measured, and is taken for slow",
+                names.get(sender, sender),
+                names.get(receiver, receiver),
+            )
         if not is_measured(self._config) or any(each.measured is None for each in peers.values()):
             return False
         hosts = {each.instance: each.host for each in peers.values()}
-        if not self._survey.begin(hosts):
+        pairs = self._survey.begin(hosts)
+        if not pairs:
             return False
         self._attempt += 1
-        self._surveying = Deadline(PATIENCE_S)
+        self._survey_deadline = Deadline(PATIENCE_S)
         by_instance = {each.instance: each for each in peers.values()}
-        for one, other in self._survey.pairs:
+        for one, other in pairs:
             pair = (by_instance[one], by_instance[other])
             for rank, each in enumerate(pair):
                 neighbour = pair[1 - rank].as_neighbour(1 - rank)
                 message = MeasureLink(attempt=self._attempt, rank=rank, neighbour=neighbour)
                 each.worker.live_session.send(message)
-        return True
-
-    def _have_answered(self, peers: Mapping[str, Peer], deadline: Deadline) -> bool:
-        """Whether all pairs have measured their links, or will not any more."""
-        if not self._survey.is_over and not deadline.expired:
-            return False
-        names = {each.instance: name for name, each in peers.items()}
-        for sender, receiver in self._survey.give_up():
-            one, other = names.get(sender, sender), names.get(receiver, receiver)
-            self._log.warning(
-                "the link from %s to %s was not measured, and is taken for slow", one, other
-            )
-        self._surveying = None
         return True
 
     def _links(self, peers: Mapping[str, Peer]) -> dict[tuple[str, str], Link]:

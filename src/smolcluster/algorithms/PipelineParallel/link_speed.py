@@ -7,7 +7,7 @@ not reach each other the server relays, and what that carries is what is measure
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations, count, islice
 
@@ -17,7 +17,6 @@ from smolcluster.algorithms.PipelineParallel.links import Links, Route
 from smolcluster.algorithms.planning.layers import Link
 from smolcluster.training.schedules.instructions import Instruction, Op
 from smolcluster.utils.units import format_bytes, format_duration
-from smolcluster.wire.session import Session
 
 VALUE_NBYTES = 4
 NUM_ROUND_TRIPS = 3
@@ -31,7 +30,7 @@ UNMEASURED = Link(1e5, 0.1)
 """What a link is taken for that could not be measured: 100 kB/s."""
 
 
-def measure_link(links: Links, route: Route, server: Session | None) -> Link:
+def measure_link(links: Links, route: Route) -> Link:
     """What this process sends the only neighbour of `route`, which must do the same at this time.
 
     The route has two stages, one of each process. Takes a second, or longer below 64 kB/s.
@@ -41,7 +40,7 @@ def measure_link(links: Links, route: Route, server: Session | None) -> Link:
         AuthError, Rejected: it does not let this process in.
     """
     route = replace(route, patience_s=SILENCE_TIMEOUT_S)
-    links.connect(route, server, CONNECT_TIMEOUT_S)
+    links.connect(route, CONNECT_TIMEOUT_S)
     sent, received = (Op.FORWARD, Op.BACKWARD) if route.rank == 0 else (Op.BACKWARD, Op.FORWARD)
     numbers = count(0)
 
@@ -76,53 +75,41 @@ class Survey:
     Processes are known by their instances. In a round each process has one other one at most.
 
     Attributes:
-        pairs: what is being measured now.
-        answered: of these, who has said something.
+        asked: who measures now what it sends to whom, and has not answered yet.
     """
 
     links: dict[tuple[str, str], Link] = field(default_factory=dict)
-    pairs: list[tuple[str, str]] = field(default_factory=list)
-    answered: set[str] = field(default_factory=set)
+    asked: dict[str, str] = field(default_factory=dict)
 
-    def begin(self, hosts: Mapping[str, str]) -> bool:
-        """Take the next pairs of these processes, by instance; False: all are known.
+    def begin(self, hosts: Mapping[str, str]) -> list[tuple[str, str]]:
+        """Ask the next pairs of these processes, by instance; none: all links are known.
 
         Processes of one host reach each other at no cost.
         """
-        self.pairs, busy = [], set[str]()
-        self.answered = set()
+        pairs, self.asked = [], {}
         for one, other in combinations(hosts, 2):
             is_known = (one, other) in self.links or hosts[one] == hosts[other]
-            if not is_known and not busy & {one, other}:
-                self.pairs.append((one, other))
-                busy |= {one, other}
-        return bool(self.pairs)
-
-    def other(self, instance: str) -> str | None:
-        """With whom a process is measured now."""
-        for one, other in self.pairs:
-            if instance in (one, other):
-                return other if instance == one else one
-        return None
+            if not is_known and not self.asked.keys() & {one, other}:
+                pairs.append((one, other))
+                self.asked |= {one: other, other: one}
+        return pairs
 
     def take(self, sender: str, link: Link) -> None:
         """What a process has measured of what it sends to the other one."""
-        receiver = self.other(sender)
+        receiver = self.asked.pop(sender, None)
         if receiver is not None:
             self.links[sender, receiver] = link
-            self.answered.add(sender)
 
-    @property
-    def is_over(self) -> bool:
-        return all({one, other} <= self.answered for one, other in self.pairs)
+    def lose(self, instance: str) -> None:
+        """A process has gone: what it is asked, or somebody else about it, is asked anew."""
+        if instance in self.asked or instance in self.asked.values():
+            self.asked = {}
 
-    def give_up(self) -> Iterator[tuple[str, str]]:
-        """Take what is still missing for slow, and name it."""
-        for one, other in self.pairs:
-            for pair in ((one, other), (other, one)):
-                if pair[0] not in self.answered:
-                    self.links[pair] = UNMEASURED
-                    yield pair
+    def give_up(self) -> Mapping[str, str]:
+        """Take what is still missing for slow; returns it, by sender."""
+        missing, self.asked = self.asked, {}
+        self.links |= dict.fromkeys(missing.items(), UNMEASURED)
+        return missing
 
 
 def in_words(links: Mapping[tuple[str, str], Link]) -> str:

@@ -1,8 +1,8 @@
 """A stage's sessions with its neighbours: activations go up, their gradients down, without the server.
 
-    links = Links(node, bucket_bytes=1 << 20, heartbeat_timeout_s=10.0)
+    links = Links(node, server, bucket_bytes=1 << 20, heartbeat_timeout_s=10.0)
     places = links.listen(addresses)              # told to the coordinator, which tells the neighbours
-    links.connect(route, server, timeout_s)       # after every plan
+    links.connect(route, timeout_s)               # after every plan
     links.begin_step(step)
     tree = links.receive(instruction)             # what it takes of another stage
     links.send(instruction, tree)                 # its result, to the stage that takes that
@@ -103,22 +103,22 @@ class Route:
     codec: str
     patience_s: float = PATIENCE_S
 
-    def neighbour(self, rank: int) -> StageNeighbour:
-        return next(each for each in self.neighbours if each.rank == rank)
-
 
 class Links(Transport):
-    """The sessions of one stage's process, over all plans of a run."""
+    """The sessions of one stage's process, over all plans of its session with the server."""
 
-    def __init__(self, node: Node, *, bucket_bytes: int, heartbeat_timeout_s: float) -> None:
+    def __init__(
+        self, node: Node, server: Session | None, *, bucket_bytes: int, heartbeat_timeout_s: float
+    ) -> None:
         """Connects to nobody yet.
 
         Args:
             node: this process, which its neighbours know by the `instance` of its hello.
+            server: who relays where a direct link is blocked; None: nobody does.
             bucket_bytes: largest payload of a frame.
             heartbeat_timeout_s: silence after which a neighbour is lost, seconds.
         """
-        self._node, self._hello = node, node.hello
+        self._node, self._server = node, server
         self._answer = Accepted(
             bucket_bytes=bucket_bytes,
             heartbeat_timeout_s=heartbeat_timeout_s,
@@ -129,14 +129,13 @@ class Links(Transport):
         self._lock = threading.Lock()
         """Guards what follows, which belongs to the thread that computes and to those of sessions."""
         self._outboxes: dict[str, _Outbox] = {}
-        """Those of direct sessions, by instance."""
+        """The ways to neighbours, by instance: direct ones, and where there is none through the server."""
         self._relayed: dict[str, _Incoming] = {}
         """Of those that are reached through the server, by instance."""
-        self._relay_outboxes: dict[str, _Outbox] = {}
         self._acceptor: Acceptor | None = None
-        self._server: Session | None = None
         self._route = Route(0, 0, 0, (0,), (), "fp32")
-        self._step = 0
+        self._known: dict[int, StageNeighbour] = {}
+        """Neighbours, and this process, by rank."""
         self._is_counted = False
         """Whether what is queued counts for `take_sent`."""
         self._stop = threading.Event()
@@ -161,12 +160,11 @@ class Links(Transport):
         self._acceptor.open()
         return host_ports(addresses, self._acceptor.ports)
 
-    def connect(self, route: Route, server: Session | None, timeout_s: float) -> None:
+    def connect(self, route: Route, timeout_s: float) -> None:
         """Reach all neighbours, of which those with a session that still holds are not dialled again.
 
         Args:
             route: who they are.
-            server: who relays where a direct link is blocked; None: nobody does.
             timeout_s: how long they may take to come, seconds.
 
         Raises:
@@ -176,11 +174,10 @@ class Links(Transport):
             SmolclusterError: what `interrupt` was given.
         """
         self._stop.clear()
-        self._step, self._is_counted = route.step, False
+        self._is_counted = False
         self._mailbox.begin(route.attempt, route.step)
         if self._mailbox.is_interrupted():
             self._stop.set()
-        self._server = server
         self._adopt(route)
         deadline = Deadline(timeout_s)
         for neighbour in route.neighbours:
@@ -200,7 +197,7 @@ class Links(Transport):
 
         `is_counted`: whether what is queued from now on counts for `take_sent`.
         """
-        self._step, self._is_counted = step, is_counted
+        self._is_counted = is_counted
         self._mailbox.begin_step(step)
 
     def send(self, instruction: Instruction, result: Batch) -> None:
@@ -231,9 +228,9 @@ class Links(Transport):
         Raises:
             PeerLost, SmolclusterError: as `receive`.
         """
-        attempt, own = self._route.attempt, self._route.rank
-        self._send(Key(attempt, self._step, "exchange", rank, own), rank, tree, "fp32")
-        return self._receive(Key(attempt, self._step, "exchange", own, rank), rank)
+        own = self._route.rank
+        self._send(self._mailbox.key("exchange", rank, own), rank, tree, "fp32")
+        return self._receive(self._mailbox.key("exchange", own, rank), rank)
 
     def take_sent(self) -> tuple[int, ...]:
         """The bytes, as encoded, that have begun to leave for each rank since this was asked last.
@@ -250,6 +247,8 @@ class Links(Transport):
         """What takes what the server relays of a neighbour, in the reader of its session. Any thread."""
         with self._lock:
             incoming = self._relayed.setdefault(instance, _Incoming(instance, self._mailbox))
+            if instance not in self._outboxes and self._server is not None:
+                self._outboxes[instance] = _Outbox(self._server, self._mailbox, relayed=instance)
         self._mailbox.notify()
         return incoming
 
@@ -257,7 +256,7 @@ class Links(Transport):
         """End all sessions and free the port; idempotent."""
         self._stop.set()
         with self._lock:
-            sessions = [each.session for each in self._outboxes.values()]
+            sessions = [each.session for each in self._outboxes.values() if each.is_direct]
         for session in sessions:
             session.finish()
         deadline = Deadline(CLOSING_TIMEOUT_S)
@@ -270,25 +269,23 @@ class Links(Transport):
 
     def _adopt(self, route: Route) -> None:
         """Expect a route's neighbours, and cut the sessions with others."""
-        wanted = {each.instance for each in route.neighbours}
+        hello, wanted = self._node.hello, {each.instance for each in route.neighbours}
+        own = StageNeighbour.model_construct(
+            rank=route.rank, node=hello.node, instance=hello.instance, places=()
+        )
         with self._lock:
             self._route = route
-            self._relay_outboxes.clear()  # the session with the server may be another one
+            self._known = {each.rank: each for each in (own, *route.neighbours)}
             gone = [self._outboxes.pop(each) for each in set(self._outboxes) - wanted]
             for instance in set(self._relayed) - wanted:
                 del self._relayed[instance]
         for outbox in gone:
-            outbox.session.cut("it is no neighbour any more")
+            outbox.cut("it is no neighbour any more")
 
     def _outbox(self, neighbour: StageNeighbour) -> "_Outbox | None":
         """The way to a neighbour; None: there is none now."""
-        instance = neighbour.instance
         with self._lock:
-            if instance in self._outboxes or instance not in self._relayed or not self._server:
-                return self._outboxes.get(instance)
-            if instance not in self._relay_outboxes:
-                self._relay_outboxes[instance] = _Outbox(self._server, self._mailbox, instance)
-            return self._relay_outboxes[instance]
+            return self._outboxes.get(neighbour.instance)
 
     def _await(self, neighbour: StageNeighbour, timeout_s: float) -> None:
         self._mailbox.wait_for(
@@ -356,7 +353,7 @@ class Links(Transport):
         if rank == self._route.rank:
             self._mailbox.put(key, map_tensors(tree, Tensor.detach), 0)
             return
-        neighbour, tree = self._route.neighbour(rank), on_cpu(tree)
+        neighbour, tree = self._known[rank], on_cpu(tree)
         outbox = self._outbox(neighbour)
         nbytes = sum(each.nbytes for each in tensors_in(tree))
         self._mailbox.wait_for(
@@ -372,26 +369,18 @@ class Links(Transport):
     def _key(self, instruction: Instruction, taker: int) -> Key:
         """Names what stage `taker` takes of another one."""
         way: Direction = "forward" if instruction.op is Op.FORWARD else "backward"
-        return Key(self._route.attempt, self._step, way, taker, instruction.microbatch)
+        return self._mailbox.key(way, taker, instruction.microbatch)
 
     def _receive(self, key: Key, rank: int) -> Batch:
-        if rank == self._route.rank:
-            hello = self._hello
-            source = StageNeighbour.model_construct(
-                rank=rank, node=hello.node, instance=hello.instance, places=()
-            )
-        else:
-            source = self._route.neighbour(rank)
-        return self._mailbox.take(key, source, self._route.patience_s)
+        return self._mailbox.take(key, self._known[rank], self._route.patience_s)
 
     # any thread
 
     def _admit(self, _session_id: int, hello: Hello) -> LetIn | Refused:
         with self._lock:
             if all(hello.instance != each.instance for each in self._route.neighbours):
-                sentence = (
-                    f"{self._hello.node} has no plan yet in which {hello.node} is its neighbour"
-                )
+                own = self._node.hello.node
+                sentence = f"{own} has no plan yet in which {hello.node} is its neighbour"
                 return Refused("neighbour", sentence, PLAN_RETRY_S)
         return self._answer, _Incoming(hello.instance, self._mailbox)
 
@@ -401,7 +390,7 @@ class Links(Transport):
             self._outboxes[instance] = _Outbox(session, self._mailbox)
         self._mailbox.found(instance)
         if old is not None:
-            old.session.cut("the same process has connected again")
+            old.cut("the same process has connected again")
 
     def _on_event(self, event: Event) -> None:
         """What an acceptor and the readers of sessions tell, in their threads."""
@@ -434,6 +423,15 @@ class _Outbox:
         """Whether somebody waits for room: to wake who only waits for input would cost it the interpreter."""
         self._lock = threading.Lock()
 
+    @property
+    def is_direct(self) -> bool:
+        return self._relayed is None
+
+    def cut(self, reason: str) -> None:
+        """End the session with the neighbour, if there is one."""
+        if self.is_direct:
+            self.session.cut(reason)
+
     def has_room(self, nbytes: int) -> bool:
         """Whether so many bytes may be queued now; anything may be where nothing else is."""
         with self._lock:
@@ -452,7 +450,6 @@ class _Outbox:
         """Have the session's writer encode a tree on the CPU, of so many bytes, and send it."""
         with self._lock:
             self._queued_nbytes += nbytes
-
         frames = self._frames(key, tree, nbytes, codec, is_counted=is_counted)
         self.session.send_frames(frames)
 

@@ -156,6 +156,10 @@ class Mailbox:
             self._step = step
             self._drop()
 
+    def key(self, direction: Direction, stage: int, microbatch: int) -> Key:
+        """What is of this attempt and step."""
+        return Key(self._attempt, self._step, direction, stage, microbatch)
+
     def take(self, key: Key, source: StageNeighbour, timeout_s: float) -> Batch:
         """Wait for what has this key, and comes from `source`.
 

@@ -155,6 +155,7 @@ class Worker:
         self.link = link
         self.links = Links(
             place,
+            link,
             bucket_bytes=self.welcome.bucket_bytes,
             heartbeat_timeout_s=self.welcome.heartbeat_timeout_s,
         )
@@ -261,7 +262,7 @@ class Worker:
         )
         with self.memory_told(lambda reason: LinkMeasured(attempt=attempt, reason=reason)):
             try:
-                found = measure_link(self.links, route, self.link)
+                found = measure_link(self.links, route)
             except (PeerLost, ConnectTimeout) as error:
                 if self.link.is_cut:
                     raise
@@ -293,7 +294,7 @@ class Worker:
             neighbours=plan.neighbours,
             codec=self.config.activation_codec,
         )
-        self.links.connect(route, self.link, PATIENCE_S)
+        self.links.connect(route, PATIENCE_S)
         self.copy = StagePart(list(self.stages.values()), training.replica.layers)
         meter = training.replica.meter
         self.execution = Execution(self.stages, plan.ranks, self.links, meter)

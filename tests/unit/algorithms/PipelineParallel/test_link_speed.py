@@ -21,14 +21,13 @@ FAST = Link(1e8, 1e-3)
 
 def test_all_pairs_of_different_machines_are_measured_once_and_nobody_is_in_two() -> None:
     survey, hosts, rounds = Survey(), {"a": "1", "b": "2", "c": "3", "d": "3"}, []
-    while survey.begin(hosts):
-        rounds.append(list(survey.pairs))
-        for pair in survey.pairs:
+    while pairs := survey.begin(hosts):
+        rounds.append(pairs)
+        for pair in pairs:
             for each in pair:
-                assert not survey.is_over
+                assert survey.asked
                 survey.take(each, FAST)
-        assert survey.is_over
-        assert not list(survey.give_up())
+        assert not survey.asked
     assert all(len({end for pair in each for end in pair}) == 2 * len(each) for each in rounds)
     assert sorted(pair for each in rounds for pair in each) == [
         *(("a", "b"), ("a", "c"), ("a", "d"), ("b", "c"), ("b", "d")),
@@ -39,9 +38,8 @@ def test_all_pairs_of_different_machines_are_measured_once_and_nobody_is_in_two(
 def test_who_comes_later_is_measured_and_nobody_else_again() -> None:
     survey = Survey({("a", "b"): FAST, ("b", "a"): FAST})
     assert not survey.begin({"a": "1", "b": "2"})
-    assert survey.begin({"a": "1", "b": "2", "c": "3"})
-    assert survey.pairs == [("a", "c")]
-    assert [survey.other(each) for each in "abc"] == ["c", None, "a"]
+    assert survey.begin({"a": "1", "b": "2", "c": "3"}) == [("a", "c")]
+    assert survey.asked == {"a": "c", "c": "a"}
 
 
 def test_who_does_not_answer_is_taken_for_slow() -> None:
@@ -49,10 +47,19 @@ def test_who_does_not_answer_is_taken_for_slow() -> None:
     survey.begin({"a": "1", "b": "2"})
     survey.take("a", FAST)
     survey.take("x", FAST)
-    assert not survey.is_over
-    assert list(survey.give_up()) == [("b", "a")]
+    assert survey.give_up() == {"b": "a"}
     assert survey.links == {("a", "b"): FAST, ("b", "a"): UNMEASURED}
     assert not survey.begin({"a": "1", "b": "2"})
+
+
+def test_links_to_a_process_that_is_gone_are_waited_for_no_more() -> None:
+    survey = Survey()
+    survey.begin({"a": "1", "b": "2"})
+    survey.take("a", FAST)
+    survey.lose("c")
+    assert survey.asked == {"b": "a"}
+    survey.lose("a")
+    assert not survey.asked
 
 
 @pytest.mark.parametrize("enough_s", [0.0, 60.0], ids=["slow", "fast"])
@@ -66,6 +73,7 @@ def test_two_processes_measure_what_each_sends_the_other(
             hello = introduce(f"node{rank}")
             made = Links(
                 Node(hello=hello, secret=SECRET, log=logging.getLogger("test")),
+                None,
                 bucket_bytes=4096,
                 heartbeat_timeout_s=DEADLINE_S,
             )
@@ -79,7 +87,7 @@ def test_two_processes_measure_what_each_sends_the_other(
         def measured(rank: int) -> Link:
             other = (known[1 - rank],)
             route = Route(rank, attempt=1, step=0, ranks=(0, 1), neighbours=other, codec="fp32")
-            return measure_link(links[rank], route, None)
+            return measure_link(links[rank], route)
 
         for each in at_once(measured, 2):
             assert 0 < each.latency_s < DEADLINE_S

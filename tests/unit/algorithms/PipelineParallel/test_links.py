@@ -39,6 +39,7 @@ class Stage:
         self.rank, hello = rank, introduce(f"node{rank}")
         self.links = Links(
             Node(hello=hello, secret=secret, log=logger(self.log)),
+            None,
             bucket_bytes=BUCKET_BYTES,
             heartbeat_timeout_s=heartbeat_timeout_s,
         )
@@ -80,7 +81,7 @@ def connect(stages: Sequence[Stage], ranks: Sequence[int] = (), **changes: Any) 
 
     def reach(stage: Stage) -> None:
         others = [each.known for each in stages if each is not stage]
-        stage.links.connect(stage.route(others, ranks, **changes), None, DEADLINE_S)
+        stage.links.connect(stage.route(others, ranks, **changes), DEADLINE_S)
 
     with ThreadPoolExecutor(len(stages)) as pool:
         list(pool.map(reach, stages))
@@ -145,7 +146,7 @@ def test_bytes_are_counted_for_each_neighbour_as_they_were_encoded(stages: MakeS
 
 def test_virtual_stages_of_one_rank_hand_over_without_a_session(stages: MakeStages) -> None:
     [only] = stages(1)
-    only.links.connect(only.route((), (0, 0)), None, DEADLINE_S)
+    only.links.connect(only.route((), (0, 0)), DEADLINE_S)
     only.links.send(forward(0, 0), values(2).requires_grad_())
     got = only.links.receive(forward(0, 1))
     assert torch.equal(got, values(2))
@@ -184,10 +185,10 @@ def test_what_is_of_an_older_step_or_attempt_is_dropped(stages: MakeStages) -> N
 def test_what_comes_early_of_the_next_attempt_is_kept(stages: MakeStages) -> None:
     low, high = made = stages(2)
     connect(made)
-    low.links.connect(low.route([high.known], (0, 1), attempt=2), None, DEADLINE_S)
+    low.links.connect(low.route([high.known], (0, 1), attempt=2), DEADLINE_S)
     low.links.send(forward(0, 0), torch.tensor(7))
     flush(low, high)
-    high.links.connect(high.route([low.known], (0, 1), attempt=2), None, DEADLINE_S)
+    high.links.connect(high.route([low.known], (0, 1), attempt=2), DEADLINE_S)
     assert high.links.receive(forward(0, 1)) == 7
 
 
@@ -236,6 +237,7 @@ def test_the_coordinator_interrupts_whoever_waits_until_the_next_attempt(
 
 def test_what_an_interrupted_attempt_has_computed_with_is_freed(stages: MakeStages) -> None:
     [stage] = stages(1)
+    stage.links.connect(stage.route((), (0,)), DEADLINE_S)
     stage.links.interrupt(RunFailed("the plan has changed"), through=1)
     freed: list[weakref.ref[Tensor]] = []
 
@@ -260,7 +262,7 @@ def test_a_wrong_secret_is_said_on_both_sides(
     try:
         low.links._route = low.route([stranger.known], (0, 1))
         with pytest.raises(AuthError, match=r"link to stage 0 \(node0\).*theirs"):
-            stranger.links.connect(stranger.route([low.known], (0, 1)), None, DEADLINE_S)
+            stranger.links.connect(stranger.route([low.known], (0, 1)), DEADLINE_S)
         eventually(lambda: any("does not know the secret" in line for line in low.log))
     finally:
         stranger.links.close()
@@ -270,9 +272,9 @@ def test_who_comes_before_the_plan_is_let_in_with_it(stages: MakeStages) -> None
     low, high = stages(2)
     with ThreadPoolExecutor(1) as pool:
         route = high.route([low.known], (0, 1))
-        reaching = pool.submit(high.links.connect, route, None, DEADLINE_S)
+        reaching = pool.submit(high.links.connect, route, DEADLINE_S)
         assert not reaching.done()
-        low.links.connect(low.route([high.known], (0, 1)), None, DEADLINE_S)
+        low.links.connect(low.route([high.known], (0, 1)), DEADLINE_S)
         reaching.result(DEADLINE_S)
 
 
@@ -283,7 +285,7 @@ def test_a_neighbour_that_cannot_be_reached_is_an_error_where_nobody_relays(
     low, high = stages(2)
     low.links.close()
     with pytest.raises(ConnectTimeout, match=r"stage 0 \(node0\)"):
-        high.links.connect(high.route([low.known], (0, 1)), None, DEADLINE_S)
+        high.links.connect(high.route([low.known], (0, 1)), DEADLINE_S)
 
 
 def test_a_thing_that_cannot_travel_ends_the_attempt(stages: MakeStages) -> None:
@@ -345,7 +347,7 @@ def test_a_neighbour_is_not_taken_for_another_one(
         high: high.route([shared, middle.known], (0, 2, 1)),
     }
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(lambda each: each.links.connect(routes[each], None, DEADLINE_S), routes))
+        list(pool.map(lambda each: each.links.connect(routes[each], DEADLINE_S), routes))
     high.links.send(backward(0, 1), values(2, 2))
     assert torch.equal(low.links.receive(backward(0, 0)), values(2, 2))
 
@@ -358,8 +360,8 @@ def proxied(stages: MakeStages) -> Iterator[tuple[Stage, Stage, Proxy]]:
     there = low.known.model_copy(update={"places": (HostPort(host=HOST, port=proxy.port),)})
     with ThreadPoolExecutor(1) as pool:
         route = low.route([high.known], (0, 1))
-        waiting = pool.submit(low.links.connect, route, None, DEADLINE_S)
-        high.links.connect(high.route([there], (0, 1)), None, DEADLINE_S)
+        waiting = pool.submit(low.links.connect, route, DEADLINE_S)
+        high.links.connect(high.route([there], (0, 1)), DEADLINE_S)
         waiting.result()
     yield low, high, proxy
     proxy.close()
