@@ -177,6 +177,11 @@ class Coordinator(ABC):
         )
         self.tell(message, crew, rank)
 
+    def disband(self) -> None:
+        """The plan is void: what its stages were doing holds no memory any more."""
+        self.turns.close()
+        self.crew = None
+
     def ask(
         self,
         crew: Crew,

@@ -342,7 +342,8 @@ class Head(Coordinator):
         self.running = None
 
     def begin_again(self, reason: str) -> None:
-        self.crew, self.lost = None, f"this worker's weights are lost: {reason}"
+        self.disband()
+        self.lost = f"this worker's weights are lost: {reason}"
         self.context.log.warning("%s; this worker's layers are dealt out again", reason)
         broken_off, self.running = self.running, None
         if broken_off is not None:

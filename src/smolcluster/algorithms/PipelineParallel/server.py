@@ -395,7 +395,7 @@ class Server(Coordinator):
 
     def begin_again(self, reason: str) -> None:
         """Deal the layers out anew; what was computed since the state that was kept last is done again."""
-        self.crew = None
+        self.disband()
         self.keeper.drop()
         self.keeper.settle(wait=True)
         state = self.keeper.kept.state
