@@ -31,7 +31,7 @@ from smolcluster.algorithms.DiLoCo.config import Mode
 from smolcluster.algorithms.EDP import server as edp
 from smolcluster.algorithms.PipelineParallel import server as pipeline
 from smolcluster.algorithms.PipelineParallel.automatic import Cut
-from smolcluster.algorithms.PipelineParallel.crew import Crew, Turns
+from smolcluster.algorithms.PipelineParallel.crew import Crew, Questions
 from smolcluster.algorithms.shares import Cost
 from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.step import Step
@@ -293,7 +293,7 @@ def gated(
                 super().hand_out(now)
 
     class Pipeline(pipeline.Server):
-        def step(self, crew: Crew) -> Turns[None]:
+        def step(self, crew: Crew) -> Questions[None]:
             while not is_open(self.version):
                 yield None
             yield from super().step(crew)

@@ -20,7 +20,7 @@ from smolcluster.algorithms.PipelineParallel.crew import (
     Crew,
     Peer,
     Question,
-    Turns,
+    Questions,
     subject_of,
 )
 from smolcluster.algorithms.PipelineParallel.dealing import Dealer
@@ -83,8 +83,8 @@ class Coordinator(ABC):
             role=self.role,
         )
         self.crew: Crew | None = None
-        self.turns: Turns[None]
-        """What the crew does."""
+        self.questions: Questions[None]
+        """What the crew is asked."""
         self.turn = 0
         """What the stages do together is counted over all plans, steps and evaluations alike."""
         self.num_grants = 0
@@ -115,8 +115,8 @@ class Coordinator(ABC):
         return None
 
     @abstractmethod
-    def work(self, crew: Crew, ready: list[StageReady]) -> Turns[None]:
-        """What the stages do once they have their layers; when it ends, the plan is over."""
+    def work(self, crew: Crew, ready: list[StageReady]) -> Questions[None]:
+        """Ask the stages what they are to do once they have their layers; at its end the plan is over."""
 
     @abstractmethod
     def begin_again(self, reason: str) -> None:
@@ -142,12 +142,12 @@ class Coordinator(ABC):
         crew = self.crew = self.dealer.deal(is_preparing=self.pool.is_preparing)
         if crew is not None:
             self.step_s = 0.0
-            self.turns = self.follow(crew)
+            self.questions = self.follow(crew)
             self.go_on(crew)
         return crew
 
-    def follow(self, crew: Crew) -> Turns[None]:
-        """What the stages of a plan do, from their layers on."""
+    def follow(self, crew: Crew) -> Questions[None]:
+        """Ask the stages of a plan everything, first for their layers."""
         ready = yield from self.ask(crew, (StageReady,), partial(self.planned, crew))
         self.dealing_s = self.took_s
         yield from self.work(crew, ready)
@@ -155,7 +155,7 @@ class Coordinator(ABC):
     def go_on(self, crew: Crew, answers: list[Any] | None = None) -> None:
         """Have the stages do what comes next; `answers`: to the question that they were asked, if any."""
         try:
-            crew.question = self.turns.send(answers)
+            crew.question = self.questions.send(answers)
         except StopIteration:
             self.crew = None
 
@@ -178,8 +178,8 @@ class Coordinator(ABC):
         self.tell(message, crew, rank)
 
     def disband(self) -> None:
-        """The plan is void: what its stages were doing holds no memory any more."""
-        self.turns.close()
+        """The plan is void: what its stages are asked holds no memory any more."""
+        self.questions.close()
         self.crew = None
 
     def ask(
@@ -188,7 +188,7 @@ class Coordinator(ABC):
         subject: tuple[object, ...],
         tell: Callable[[int], None],
         patience_s: float = PATIENCE_S,
-    ) -> Turns[list[Any]]:
+    ) -> Questions[list[Any]]:
         """Tell each stage something, by its rank; returns what all have answered."""
         question = Question(subject, patience_s)
         for rank in range(len(crew.peers)):

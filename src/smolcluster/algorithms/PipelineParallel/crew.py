@@ -161,11 +161,11 @@ class Question:
 
 
 T = TypeVar("T")
-Turns = Generator[Question | None, Any, T]
-"""What stages do, one thing after the other, to what comes of it.
+Questions = Generator[Question | None, Any, T]
+"""Asks all stages one question after the other, and returns what comes of them.
 
-It yields each question once all have been asked, and is sent their answers, by rank; or None while there is
-nothing to do.
+It yields each question when the stages have been asked, and is sent their answers, by rank; it yields None
+while it has nothing to ask.
 """
 
 

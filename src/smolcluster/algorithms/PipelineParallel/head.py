@@ -30,7 +30,7 @@ from torch import Tensor
 from smolcluster.algorithms.context import PoolContext
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.algorithms.PipelineParallel.coordinator import Coordinator, StageReceiver
-from smolcluster.algorithms.PipelineParallel.crew import Crew, Peer, Turns, computed
+from smolcluster.algorithms.PipelineParallel.crew import Crew, Peer, Questions, computed
 from smolcluster.algorithms.PipelineParallel.part_copy import (
     MOST_COPIES,
     CopyStream,
@@ -88,7 +88,7 @@ class Order:
         needs_weights: whether it goes on from weights that a lost stage has taken with it.
     """
 
-    work: Callable[[Crew], Turns[Any]]
+    work: Callable[[Crew], Questions[Any]]
     needs_weights: bool = True
     outcome: "Future[Any]" = field(default_factory=Future)
 
@@ -168,7 +168,7 @@ class Head(Coordinator):
         self._thread.join()
 
     def compute(self, indices: Tensor, epoch: int, start: int, scale: float) -> BatchLoss:  # noqa: ARG002
-        def work(crew: Crew) -> Turns[BatchLoss]:
+        def work(crew: Crew) -> Questions[BatchLoss]:
             self.num_grants += 1
             lease = self.lease_of(Range(epoch, start, start + len(indices)), self.num_grants)
             told, payload = assignment_of(lease, indices, version=self.turn, learning_rate=0.0)
@@ -186,7 +186,7 @@ class Head(Coordinator):
         return found
 
     def wait_until_ready(self, check: Callable[[], None] | None = None) -> None:
-        def work(_crew: Crew) -> Turns[None]:
+        def work(_crew: Crew) -> Questions[None]:
             yield from ()
 
         self.check_session = check or self.check_session
@@ -194,7 +194,7 @@ class Head(Coordinator):
 
     def order(self, name: str, *given: Any, **told: Any) -> Any:
         told.pop("folder", None)  # each stage keeps its moments on its own machine
-        work: Callable[[Crew], Turns[Any]]
+        work: Callable[[Crew], Questions[Any]]
         needs_weights = name != "begin"
         match name:
             case "take":
@@ -208,7 +208,7 @@ class Head(Coordinator):
 
     # what stages do, which the deciding thread asks them
 
-    def have_done(self, told: Mapping[str, Any], crew: Crew) -> Turns[bool]:
+    def have_done(self, told: Mapping[str, Any], crew: Crew) -> Questions[bool]:
         """What takes no values; returns whether all have found the step that is told."""
         answers = yield from self.ask_to(partial(self.tell_order, told, crew), crew)
         if told["order"] == "begin":
@@ -217,7 +217,7 @@ class Head(Coordinator):
 
     def give(
         self, values: Given, crew: Crew, *, fragment: int | None, is_difference: bool
-    ) -> Turns[None]:
+    ) -> Questions[None]:
         """Take a fragment's values, or all weights: each what lies in its places."""
         nbytes = self.context.training.replica.bucket_bytes
         order = "load" if fragment is None else "follow"
@@ -239,7 +239,7 @@ class Head(Coordinator):
 
     def read(
         self, crew: Crew, *, fragment: int, places: Sequence[Place], is_gradient: bool
-    ) -> Turns[Tensor]:
+    ) -> Questions[Tensor]:
         """Send what each tells of these places in a fragment's change; returns all of it, (numel,)."""
         flat = [slice(*place) for place in places]
         dtype = self.context.training.replica.params.dtype
@@ -253,7 +253,7 @@ class Head(Coordinator):
         yield from self.ask_to(tell, crew)
         return assembled(flat, list(self.streams.values()), dtype)
 
-    def ask_to(self, tell: Callable[[int], None], crew: Crew) -> Turns[list[StageKept]]:
+    def ask_to(self, tell: Callable[[int], None], crew: Crew) -> Questions[list[StageKept]]:
         """Ask stages to do what a `CopyOrder` says."""
         return self.ask(crew, (StageKept, self.turn), tell)
 
@@ -313,7 +313,7 @@ class Head(Coordinator):
             self.begin_again(f"with {', '.join(each.worker.name for each in newcomers)}")
         super().advance()
 
-    def work(self, crew: Crew, ready: list[StageReady]) -> Turns[None]:
+    def work(self, crew: Crew, ready: list[StageReady]) -> Questions[None]:
         """Do one order after the other."""
         self.places = [[slice(*place) for place in each.places] for each in ready]
         self.told_places = [
@@ -330,7 +330,7 @@ class Head(Coordinator):
             else:
                 yield from self.carry_out(order, crew)
 
-    def carry_out(self, order: Order, crew: Crew) -> Turns[None]:
+    def carry_out(self, order: Order, crew: Crew) -> Questions[None]:
         self.turn += 1
         self.running, self.streams = order, {}
         try:

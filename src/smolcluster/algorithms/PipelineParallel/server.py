@@ -33,7 +33,7 @@ from smolcluster.algorithms.PipelineParallel.coordinator import (
 from smolcluster.algorithms.PipelineParallel.crew import (
     Crew,
     Peer,
-    Turns,
+    Questions,
     computed,
     stage_figures,
 )
@@ -187,7 +187,7 @@ class Server(Coordinator):
             PLAN.write(RunPaths(self.context.records.folder).plan, crew.cut.document)
         return crew
 
-    def work(self, crew: Crew, _ready: list[StageReady]) -> Turns[None]:
+    def work(self, crew: Crew, _ready: list[StageReady]) -> Questions[None]:
         """Take steps, evaluate and keep what they come to, until the run is over or the layers move."""
         can_keep, every = self.keeper.can_keep, self.context.settings.cluster.checkpoint_steps
         while True:
@@ -217,7 +217,7 @@ class Server(Coordinator):
         """Where the run stands."""
         return self.report.with_evaluation(self.report.training_state({}))
 
-    def evaluate(self, crew: Crew) -> Turns[None]:
+    def evaluate(self, crew: Crew) -> Questions[None]:
         """Have the stages compute what is held out; where it is sent, a part after the other.
 
         Raises:
@@ -264,7 +264,7 @@ class Server(Coordinator):
 
         self.held_out.deliver(part, send)
 
-    def keep(self, crew: Crew) -> Turns[None]:
+    def keep(self, crew: Crew) -> Questions[None]:
         """Have all stages send what they have."""
         self.turn += 1
         self.keeper.begin(crew.attempt, self.state)
@@ -291,7 +291,7 @@ class Server(Coordinator):
             self.dealer.take_as_measured(crew, moving)
         return True
 
-    def step(self, crew: Crew) -> Turns[None]:
+    def step(self, crew: Crew) -> Questions[None]:
         """Give all stages the samples of the next step, and have them step together."""
         batches = global_batches(
             self.context.training.num_samples,

@@ -88,7 +88,9 @@ class Hand(Head):
         """All have their layers."""
         cut = unmeasured(StageMap((0, 1, 2), (0, 1), ("a", "b")), PipelineConfig())
         self.crew = Crew(7, cut, list(self.peers.values()))
-        self.turns = self.work(self.crew, [StageReady(attempt=7, places=each) for each in PLACES])
+        self.questions = self.work(
+            self.crew, [StageReady(attempt=7, places=each) for each in PLACES]
+        )
         self.go_on(self.crew)
 
     def told(self, number: int) -> list[Message]:
