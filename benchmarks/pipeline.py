@@ -215,6 +215,7 @@ def compute_stage(pipe: Pipe, case: Case, rank: int) -> None:
     hello = introduce(f"stage{rank}")
     links = Links(
         Node(hello=hello, secret=case.secret, log=logging.getLogger()),
+        server=None,
         bucket_bytes=DEFAULT_BUCKET_BYTES,
         heartbeat_timeout_s=TIMEOUT_S,
     )
@@ -226,7 +227,7 @@ def compute_stage(pipe: Pipe, case: Case, rank: int) -> None:
         others = tuple(each for each in pipe.recv() if each.rank != rank)
         ranks = stage_ranks(case.lists)
         route = Route(rank, 1, 0, ranks, others, case.codec, TIMEOUT_S)
-        links.connect(route, None, TIMEOUT_S)
+        links.connect(route, TIMEOUT_S)
         stages, layers = own_stages(case, rank, ranks)
         execution = Execution(stages, ranks, links, Meter())
         batch = torch.zeros(ROWS, case.width)

@@ -122,6 +122,7 @@ def compute_stage(pipe: Pipe, case: Case, rank: int, planned: PlannedStage, limi
     workload = case.workload()
     links = Links(
         Node(hello=hello, secret=case.secret, log=logging.getLogger()),
+        server=None,
         bucket_bytes=DEFAULT_BUCKET_BYTES,
         heartbeat_timeout_s=TIMEOUT_S,
     )
@@ -132,7 +133,7 @@ def compute_stage(pipe: Pipe, case: Case, rank: int, planned: PlannedStage, limi
         )
         others = tuple(each for each in pipe.recv() if each.rank != rank)
         ranks = tuple(range(NUM_STAGES))
-        links.connect(Route(rank, 1, 0, ranks, others, "fp32", TIMEOUT_S), None, TIMEOUT_S)
+        links.connect(Route(rank, 1, 0, ranks, others, "fp32", TIMEOUT_S), TIMEOUT_S)
         build_stage(workload, planned.start, planned.start + 1, SEED, torch.device("meta"))
         warm_up()
         before = memory("VmRSS")

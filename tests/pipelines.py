@@ -215,7 +215,7 @@ def executions(
             hello = introduce(f"node{rank}")
             made = Links(
                 Node(hello=hello, secret=SECRET, log=logging.getLogger("test")),
-                None,
+                server=None,
                 bucket_bytes=4096,
                 heartbeat_timeout_s=DEADLINE_S,
             )

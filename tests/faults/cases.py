@@ -30,7 +30,6 @@ from smolcluster.algorithms.DiLoCo import server as diloco
 from smolcluster.algorithms.DiLoCo.config import Mode
 from smolcluster.algorithms.EDP import server as edp
 from smolcluster.algorithms.PipelineParallel import server as pipeline
-from smolcluster.algorithms.PipelineParallel.automatic import Cut
 from smolcluster.algorithms.PipelineParallel.crew import Crew, Questions
 from smolcluster.algorithms.shares import Cost
 from smolcluster.algorithms.SynchronousPS import server as syncps
@@ -298,7 +297,7 @@ def gated(
                 yield None
             yield from super().step(crew)
 
-        def plan(self) -> Cut | None:
+        def plan(self) -> Crew | None:
             return super().plan() if is_open(self.version) else None
 
     servers: Mapping[Algorithm, type[Server]] = {

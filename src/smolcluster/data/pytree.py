@@ -6,19 +6,19 @@ A batch is a tree of dicts, lists and tuples (sizes of tensors and packed sequen
 NumPy arrays and plain values: None, bool, int, float and str. In the skeleton a plain value stands for
 itself, and everything else is an object with one field that says what it is. Tensors and arrays are
 little-endian, row by row, each at a multiple of `ALIGNMENT` bytes; whole numbers of 64 bits travel as the
-smallest type that holds them.
+smallest type that holds them, and tensors of floats as a codec of `codec/rows.py` writes them.
 
 Nothing that is received can name code: unknown types, sizes that do not add up, and trees deeper than
-`MAX_DEPTH` are refused. Tensors cost no more memory than they have bytes, but 64-bit whole numbers, at most
-eight times as much. Skeletons cost more than their bytes as objects of Python, and are bounded for that by
-`MAX_SKELETON_NBYTES` and `MAX_NODES`.
+`MAX_DEPTH` are refused. Tensors cost no more memory than they have bytes, but 64-bit whole numbers and what
+a codec has written, at most eight times as much. Skeletons cost more than their bytes as objects of Python,
+and are bounded for that by `MAX_SKELETON_NBYTES` and `MAX_NODES`.
 """
 
 import copy
 import math
 import struct
 from collections import UserDict, namedtuple
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import lru_cache, partial
 from types import MappingProxyType
@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from smolcluster.codec.rows import decode_rows, encode_rows, encoded_form, is_coded
 from smolcluster.data.dataset import Batch
 from smolcluster.errors import DataError, ProtocolError
 
@@ -109,14 +110,14 @@ class Encoded:
             yield memoryview(small)
 
 
-def encode(batch: Batch) -> Encoded:
-    """Lay out a batch.
+def encode(batch: Batch, codec: str = "fp32") -> Encoded:
+    """Lay out a batch, whose tensors of floats are written as a codec of `codec/rows.py` says.
 
     Raises:
         DataError: something in it cannot travel; the message says what, and where in the batch.
     """
-    tensors: list[Tensor] = []
-    tree = _skeleton(batch, "batch", 0, tensors)
+    encoder = _Encoder(codec)
+    tree = encoder.node(batch, "batch", 0)
     skeleton, num_nodes = orjson.dumps(tree), _num_nodes(tree)
     if num_nodes > MAX_NODES:
         raise DataError(
@@ -130,7 +131,7 @@ def encode(batch: Batch) -> Encoded:
         )
     encoded = Encoded()
     encoded.add(memoryview(_HEAD.pack(len(skeleton)) + skeleton))
-    for tensor in tensors:
+    for tensor in encoder.tensors:
         encoded.add(memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data))
     return encoded
 
@@ -144,39 +145,67 @@ def _num_nodes(skeleton: Any) -> int:
     return 1
 
 
-def _skeleton(node: Any, path: str, depth: int, tensors: list[Tensor]) -> Any:
-    if depth > MAX_DEPTH:
-        raise DataError(
-            f"{path} lies deeper than {MAX_DEPTH} levels, and cannot be sent to workers"
-        )
-    match node:
-        case Tensor():
-            return {"tensor": _tensor(node, path, tensors)}
-        case np.ndarray() | np.generic() if node.dtype.kind in "biufc":
-            native = np.array(node, node.dtype.newbyteorder("="), order="C")
-            return {"array": _tensor(torch.from_numpy(native), path, tensors)}
-        case Mapping():
-            return {"dict": [_item(*item, path, depth, tensors) for item in node.items()]}
-        case list() | tuple():
-            return _sequence(node, path, depth, tensors)
-    return _plain(node, path)
+class _Encoder:
+    """Makes the skeleton of a batch, and notes the `tensors` that it names, as they travel."""
 
+    def __init__(self, codec: str) -> None:
+        self._codec = codec
+        self.tensors: list[Tensor] = []
 
-def _sequence(
-    node: list[Any] | tuple[Any, ...], path: str, depth: int, tensors: list[Tensor]
-) -> Any:
-    items = [
-        _skeleton(each, f"{path}[{place}]", depth + 1, tensors) for place, each in enumerate(node)
-    ]
-    match node:
-        case list():
-            return items
-        case torch.Size():
-            return {"size": items}
-        case PackedSequence():
-            return {"packed": items}
-    fields = getattr(node, "_fields", None)
-    return {"tuple": items} if fields is None else {"named": [list(fields), items]}
+    def node(self, node: Any, path: str, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise DataError(
+                f"{path} lies deeper than {MAX_DEPTH} levels, and cannot be sent to workers"
+            )
+        match node:
+            case Tensor():
+                return {"tensor": self._tensor(node, path, self._codec)}
+            case np.ndarray() | np.generic() if node.dtype.kind in "biufc":
+                native = np.array(node, node.dtype.newbyteorder("="), order="C")
+                return {"array": self._tensor(torch.from_numpy(native), path, "fp32")}
+            case Mapping():
+                return {"dict": [self._item(*item, path, depth) for item in node.items()]}
+            case list() | tuple():
+                return self._sequence(node, path, depth)
+        return _plain(node, path)
+
+    def _sequence(self, node: list[Any] | tuple[Any, ...], path: str, depth: int) -> Any:
+        items = [self.node(each, f"{path}[{place}]", depth + 1) for place, each in enumerate(node)]
+        match node:
+            case list():
+                return items
+            case torch.Size():
+                return {"size": items}
+            case PackedSequence():
+                return {"packed": items}
+        fields = getattr(node, "_fields", None)
+        return {"tuple": items} if fields is None else {"named": [list(fields), items]}
+
+    def _item(self, key: Any, value: Any, path: str, depth: int) -> list[Any]:
+        if not isinstance(key, _PLAIN):
+            raise DataError(
+                f"{path} has the key {key!r}; only text and numbers can be sent as keys"
+            )
+        return [key, self.node(value, f"{path}[{key!r}]".replace("'", '"'), depth + 1)]
+
+    def _tensor(self, tensor: Tensor, path: str, codec: str) -> list[Any]:
+        """Type of a tensor, type or codec on the wire, and shape."""
+        name = str(tensor.dtype).removeprefix("torch.")
+        if tensor.layout is not torch.strided or tensor.is_quantized or name not in DTYPES:
+            raise DataError(
+                f"{path} is a tensor of {tensor.dtype} with layout {tensor.layout}, which cannot be sent to "
+                "workers; make it dense in collate"
+            )
+        if tensor.is_meta or tensor.dim() > MAX_DIMS:
+            raise DataError(f"{path} is a tensor without values or of too many dimensions")
+        plain = tensor.detach().resolve_conj().resolve_neg().to("cpu")
+        if is_coded(plain, codec):
+            sent, sent_as = encode_rows(plain, codec), codec
+        else:
+            sent = _narrow(plain)
+            sent_as = str(sent.dtype).removeprefix("torch.")
+        self.tensors.append(sent.contiguous())
+        return [name, sent_as, list(tensor.shape)]
 
 
 def _plain(node: Any, path: str) -> Any:
@@ -190,28 +219,6 @@ def _plain(node: Any, path: str) -> Any:
         case str() if node.isascii() or _is_text(node):
             return str(node)
     raise _cannot_travel(node, path)
-
-
-def _item(key: Any, value: Any, path: str, depth: int, tensors: list[Tensor]) -> list[Any]:
-    if not isinstance(key, _PLAIN):
-        raise DataError(f"{path} has the key {key!r}; only text and numbers can be sent as keys")
-    return [key, _skeleton(value, f"{path}[{key!r}]".replace("'", '"'), depth + 1, tensors)]
-
-
-def _tensor(tensor: Tensor, path: str, tensors: list[Tensor]) -> list[Any]:
-    """Type, type on the wire, and shape of a tensor, whose values are added to `tensors`."""
-    name = str(tensor.dtype).removeprefix("torch.")
-    if tensor.layout is not torch.strided or tensor.is_quantized or name not in DTYPES:
-        raise DataError(
-            f"{path} is a tensor of {tensor.dtype} with layout {tensor.layout}, which cannot be sent to "
-            "workers; make it dense in collate"
-        )
-    if tensor.is_meta or tensor.dim() > MAX_DIMS:
-        raise DataError(f"{path} is a tensor without values or of too many dimensions")
-    plain = tensor.detach().resolve_conj().resolve_neg().to("cpu")
-    narrow = _narrow(plain)
-    tensors.append(narrow.contiguous())
-    return [name, str(narrow.dtype).removeprefix("torch."), list(tensor.shape)]
 
 
 def _narrow(tensor: Tensor) -> Tensor:
@@ -321,20 +328,34 @@ class _Decoder:
                 dtype, sent_as = DTYPES.get(name), DTYPES.get(sent)
             case _:
                 raise ProtocolError("a batch's tensor is not described by type and shape")
+        if dtype is not None and dtype.is_floating_point and sent != name:
+            return self._coded(dtype, tuple(shape), sent)
         is_narrow = dtype is torch.int64 and sent_as in NARROW
         if dtype is None or sent_as is None or not (dtype is sent_as or is_narrow):
             raise ProtocolError(f"a batch's tensor is {sent!a} and to be {name!a}"[:200])
+        values = self._values(sent_as, shape)
+        if sent_as is torch.bool and values.numel() and int(values.view(torch.uint8).max()) > 1:
+            raise ProtocolError("a batch's truth values are not 0 or 1")
+        return values.to(dtype)
+
+    def _coded(self, dtype: torch.dtype, shape: tuple[int, ...], codec: str) -> Tensor:
+        try:
+            values = self._values(*encoded_form(shape, codec))
+            return decode_rows(values, dtype, shape, codec)
+        except ValueError as error:
+            raise ProtocolError(str(error)[:200]) from None
+
+    def _values(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        """The next tensor."""
         start, numel = self._end, math.prod(shape)
-        nbytes = numel * sent_as.itemsize
+        nbytes = numel * dtype.itemsize
         self._end += nbytes + -nbytes % ALIGNMENT
         if self._end > self._data.nbytes:
             raise ProtocolError(f"a batch's tensor ends at byte {self._end} of {self._data.nbytes}")
         if not numel:
-            return torch.empty(shape, dtype=dtype)
-        values = torch.frombuffer(self._data, dtype=sent_as, count=numel, offset=start)
-        if sent_as is torch.bool and int(values.view(torch.uint8).max()) > 1:
-            raise ProtocolError("a batch's truth values are not 0 or 1")
-        return values.to(dtype).view(shape)
+            return torch.empty(tuple(shape), dtype=dtype)
+        values = torch.frombuffer(self._data, dtype=dtype, count=numel, offset=start)
+        return values.view(tuple(shape))
 
 
 def _is_shape(shape: list[Any]) -> bool:

@@ -784,6 +784,7 @@ class Gather(Message, kind=47):
 class TransferPiece(HeaderModel):
     """Where a piece of tensors of a pipeline belongs: from byte `offset` on of `nbytes` in all.
 
+    The bytes are those of `data/pytree.py`, in which tensors of floats are written as the run's codec does.
     `forward`: the input of virtual stage `stage`; `backward`: the gradient of its output; `exchange`: what
     two ranks add up, `stage` is the receiver's rank and `microbatch` the sender's. An `attempt` is the time
     from a plan, or from a step that is done again, until the next one.
@@ -799,7 +800,7 @@ class TransferPiece(HeaderModel):
 
 
 class Transfer(TensorMessage, kind=60):
-    """Stage: a piece of what its neighbour computes with; the bytes are those of `data/pytree.py`."""
+    """Stage: a piece of what its neighbour computes with."""
 
     piece: TransferPiece
 

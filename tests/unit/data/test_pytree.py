@@ -23,8 +23,8 @@ DTYPES = (
 )
 
 
-def sent(batch: Any, piece_nbytes: int = 1000) -> Any:
-    encoded = encode(batch)
+def sent(batch: Any, piece_nbytes: int = 1000, codec: str = "fp32") -> Any:
+    encoded = encode(batch, codec)
     data = b"".join(encoded.cut(piece_nbytes))
     assert len(data) == encoded.nbytes
     return decode(memoryview(bytearray(data)))
@@ -82,6 +82,19 @@ def test_whole_numbers_of_any_size_arrive(values: list[int]) -> None:
 
 def test_labels_travel_as_bytes() -> None:
     assert encode(torch.arange(200).repeat(100)).nbytes < 21_000
+
+
+@pytest.mark.parametrize(("codec", "bound"), [("fp32", 0.0), ("bf16", 0.02), ("int8", 0.02)])
+def test_a_codec_writes_rows_of_floats_and_nothing_else(codec: str, bound: float) -> None:
+    hidden = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
+    rest = [torch.tensor([[True, False]]), torch.tensor(0.25), np.float32([[0.3, 7]]), 0.3, None]
+    found, others = sent((hidden, rest), codec=codec)
+    assert torch.equal(found, hidden) == (codec == "fp32")
+    torch.testing.assert_close(found, hidden, rtol=bound, atol=bound)
+    assert torch.equal(others[0], rest[0])
+    assert others[1:2] + others[3:] == rest[1:2] + rest[3:]
+    assert np.array_equal(others[2], rest[2])
+    assert torch.equal(sent(hidden.double(), codec=codec), found.double())
 
 
 def test_containers_keep_their_kind() -> None:
@@ -157,6 +170,12 @@ def test_a_tree_that_is_too_deep_is_refused_on_both_sides() -> None:
         ({"tensor": ["int32", "uint8", [4]]}, bytes(64)),
         ({"tensor": ["int64", "float32", [4]]}, bytes(64)),
         ({"tensor": ["object", "object", [4]]}, bytes(64)),
+        ({"tensor": ["float32", "int8", [2, 2]]}, b""),
+        ({"tensor": ["float32", "int8", [4]]}, bytes(64)),
+        ({"tensor": ["float32", "int8", [2, 0]]}, b""),
+        ({"tensor": ["float32", "int8", [2, 2**60]]}, bytes(64)),
+        ({"tensor": ["float32", "zip", [2, 2]]}, bytes(64)),
+        ({"tensor": ["int32", "bf16", [2, 2]]}, bytes(64)),
         ({"tensor": ["bool", "bool", [64]]}, bytes([2]) * 64),
         ({"tensor": ["uint8", "uint8", [1]], "dict": []}, bytes(64)),
         ({"array": ["bfloat16", "bfloat16", [1]]}, bytes(64)),

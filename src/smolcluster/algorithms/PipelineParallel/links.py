@@ -28,14 +28,13 @@ from smolcluster.algorithms.PipelineParallel.transfers import (
     Direction,
     Key,
     Mailbox,
-    decode,
     encode,
     key_of,
     on_cpu,
 )
 from smolcluster.codec.base import bytes_of
 from smolcluster.data.dataset import Batch
-from smolcluster.data.pytree import map_tensors, tensors_in
+from smolcluster.data.pytree import decode, map_tensors, tensors_in
 from smolcluster.errors import (
     AuthError,
     ConnectTimeout,

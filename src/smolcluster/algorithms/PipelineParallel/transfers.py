@@ -1,6 +1,6 @@
 """What stages send each other: trees of tensors as bytes, and what has come and waits to be computed with.
 
-The tensors of a tree are written as `codec/rows.py` says. What waits is found by attempt, step, stage and
+What waits is found by attempt, step, stage and
 microbatch.
 Readers of sessions put, the thread that computes takes. An attempt is the time from a plan, or from a step
 that is done again, until the next one: what comes late of an older attempt or an older step is dropped, what
@@ -12,14 +12,11 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from copy import copy
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from torch import Tensor
-
-from smolcluster.codec.rows import decode_rows, encode_rows, is_coded
 from smolcluster.data import pytree
 from smolcluster.data.dataset import Batch
-from smolcluster.data.pytree import DTYPES, Encoded, map_tensors
+from smolcluster.data.pytree import Encoded, map_tensors
 from smolcluster.errors import DataError, PeerLost, ProtocolError, SmolclusterError
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_bytes, format_duration
@@ -225,58 +222,15 @@ def on_cpu(tree: Batch) -> Batch:
 
 
 def encode(tree: Batch, codec: str) -> Encoded:
-    """Lay out a tree on the CPU: how each tensor was written, in order, and the tree of what was written.
+    """Lay out a tree on the CPU, whose activations are written as `codec` does.
 
     Raises:
         DataError: something in it cannot travel, or it is too large.
     """
-    specs: list[Any] = []
-
-    def write(tensor: Tensor) -> Tensor:
-        if not is_coded(tensor, codec):
-            specs.append(None)
-            return tensor
-        specs.append([codec, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)])
-        return encode_rows(tensor, codec)
-
-    written = map_tensors(tree, write)
-    encoded = pytree.encode([specs, written])
+    encoded = pytree.encode(tree, codec)
     if encoded.nbytes > MAX_BATCH_NBYTES:
         raise DataError(
             f"it takes {encoded.nbytes:,} bytes, at most {MAX_BATCH_NBYTES:,} can be sent; raise "
             "microbatches"
         )
     return encoded
-
-
-def decode(data: memoryview) -> Batch:
-    """The tree that somebody has sent; tensors that were sent as they are refer to `data`.
-
-    Raises:
-        ProtocolError: it is not exactly one tree.
-    """
-    match pytree.decode(data):
-        case [list() as specs, written]:
-            left = iter(specs)
-            tree = map_tensors(written, lambda tensor: _read(tensor, next(left, "")))
-            if next(left, "") != "":
-                raise ProtocolError("a tree names more tensors than it has")
-            return tree
-    raise ProtocolError("it is no tree of tensors and how they were written")
-
-
-def _read(sent: Tensor, spec: Any) -> Tensor:
-    match spec:
-        case None:
-            return sent
-        case [str() as codec, str() as name, list() as shape] if all(
-            type(size) is int and 0 < size <= pytree.MAX_NUMEL for size in shape
-        ):
-            dtype = DTYPES.get(name)
-            if dtype is None or not dtype.is_floating_point:
-                raise ProtocolError(f"a tensor was {name!a}, which is no type of floats"[:200])
-            try:
-                return decode_rows(sent, dtype, tuple(shape), codec)
-            except ValueError as error:
-                raise ProtocolError(str(error)) from None
-    raise ProtocolError("it is not said how a tensor was written")

@@ -73,7 +73,7 @@ def test_two_processes_measure_what_each_sends_the_other(
             hello = introduce(f"node{rank}")
             made = Links(
                 Node(hello=hello, secret=SECRET, log=logging.getLogger("test")),
-                None,
+                server=None,
                 bucket_bytes=4096,
                 heartbeat_timeout_s=DEADLINE_S,
             )

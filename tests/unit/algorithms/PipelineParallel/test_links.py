@@ -39,7 +39,7 @@ class Stage:
         self.rank, hello = rank, introduce(f"node{rank}")
         self.links = Links(
             Node(hello=hello, secret=secret, log=logger(self.log)),
-            None,
+            server=None,
             bucket_bytes=BUCKET_BYTES,
             heartbeat_timeout_s=heartbeat_timeout_s,
         )

@@ -43,7 +43,7 @@ class Hand(Server):
             num_workers=num_workers, node_of=str, **dict.fromkeys(limits, 0.0)
         )
         log = logging.getLogger("test")
-        self.dealer = ByHand(config, Mock(), cluster, 4, log)
+        self.dealer: ByHand = ByHand(config, Mock(), cluster, 4, log)
         self.context: Any = SimpleNamespace(log=log, records=SimpleNamespace(folder=None))
         self.keeper: Any = Mock()
         self.keeper.kept.folder, self.keeper.kept.state.step = None, 0
