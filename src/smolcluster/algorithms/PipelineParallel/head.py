@@ -129,7 +129,6 @@ class Head(Coordinator):
         self.lost: str | None = None
         """Why the worker's weights are gone, until whole ones come."""
         self.waiting: Order | None = None
-        self.running: Order | None = None
         self.streams: dict[int, CopyStream] = {}
         """By session: what each stage sends of the change that was asked for."""
         self.is_over = False
@@ -289,17 +288,17 @@ class Head(Coordinator):
 
     def take(self, order: Order) -> None:
         """Carry an order out as soon as all stages have their layers."""
-        if order.needs_weights and self.lost is not None:
+        is_void = order.needs_weights and self.lost is not None
+        self.waiting = None if is_void else order
+        if is_void:
             order.outcome.set_exception(PeerLost(self.lost))
-        else:
-            self.waiting = order
 
     def hear(self, peer: Peer, message: Message, payload: bytes | bytearray) -> None:
         if not isinstance(message, CopyPiece):
             super().hear(peer, message, payload)
             return
         self.num_pieces += 1
-        if self.crew is None or self.running is None or peer.id not in self.streams:
+        if self.crew is None or peer.id not in self.streams:
             return
         if (message.attempt, message.turn) == (self.crew.attempt, self.turn):
             try:
@@ -332,25 +331,24 @@ class Head(Coordinator):
 
     def carry_out(self, order: Order, crew: Crew) -> Questions[None]:
         self.turn += 1
-        self.running, self.streams = order, {}
         try:
             outcome = yield from order.work(crew)
         except SmolclusterError as error:
             order.outcome.set_exception(error)
+        except GeneratorExit:  # a stage is lost: see `disband`
+            order.outcome.set_exception(PeerLost(self.lost))
+            raise
         else:
             order.outcome.set_result(outcome)
-        self.running = None
+        finally:
+            self.streams = {}
 
     def begin_again(self, reason: str) -> None:
-        self.disband()
         self.lost = f"this worker's weights are lost: {reason}"
         self.context.log.warning("%s; this worker's layers are dealt out again", reason)
-        broken_off, self.running = self.running, None
-        if broken_off is not None:
-            broken_off.outcome.set_exception(PeerLost(self.lost))
+        self.disband()
         if self.waiting is not None:
-            order, self.waiting = self.waiting, None
-            self.take(order)
+            self.take(self.waiting)
 
 
 def assembled(places: Sequence[slice], streams: Sequence[CopyStream], dtype: torch.dtype) -> Tensor:

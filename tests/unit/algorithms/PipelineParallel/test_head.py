@@ -76,7 +76,7 @@ class Hand(Head):
         self.dealer.newcomers.return_value = []
         self.turn, self.step_s, self.num_grants = 0, 0.0, 0
         self.fragments, self.lost, self.crew = None, None, None
-        self.waiting = self.running = None
+        self.waiting = None
         self._ended = threading.Event()
         self.streams = {}
         self.peers = self.dealer.peers = {}
