@@ -87,7 +87,8 @@ def test_labels_travel_as_bytes() -> None:
 @pytest.mark.parametrize(("codec", "bound"), [("fp32", 0.0), ("bf16", 0.02), ("int8", 0.02)])
 def test_a_codec_writes_rows_of_floats_and_nothing_else(codec: str, bound: float) -> None:
     hidden = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
-    rest = [torch.tensor([[True, False]]), torch.tensor(0.25), np.float32([[0.3, 7]]), 0.3, None]
+    array = np.array([[0.3, 7]], dtype=np.float32)
+    rest: list[Any] = [torch.tensor([[True, False]]), torch.tensor(0.25), array, 0.3, None]
     found, others = sent((hidden, rest), codec=codec)
     assert torch.equal(found, hidden) == (codec == "fp32")
     torch.testing.assert_close(found, hidden, rtol=bound, atol=bound)
