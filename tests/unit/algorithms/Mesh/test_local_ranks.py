@@ -11,6 +11,7 @@ import pytest
 
 from own_workloads import normed
 from smolcluster.algorithms.Mesh import local_ranks
+from smolcluster.algorithms.Mesh.children import END_S
 from smolcluster.configs.resolve import load_settings
 
 
@@ -31,4 +32,4 @@ def test_each_is_looked_at_by_the_process_that_has_started_it(
     assert together.call_args.args[:2] == ("rank 0", others.store)
     told = together.call_args.kwargs
     assert (told["look"], told["node"]) == (others.failed, platform.node())
-    others.end.assert_called_once_with(local_ranks.END_S)
+    others.end.assert_called_once_with(END_S)
