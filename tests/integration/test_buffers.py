@@ -26,7 +26,8 @@ from own_workloads import (
 )
 from peers import next_event
 from smolcluster.algorithms.EDP import server as edp
-from smolcluster.algorithms.SynchronousPS.sharing import sizes_by_share
+from smolcluster.algorithms.SynchronousPS import server as syncps
+from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.algorithms.SynchronousPS.worker import Worker as SyncPSWorker
 from smolcluster.configs.schema import AlgorithmName, Settings
 from smolcluster.data.permutation import epoch_permutation
@@ -45,10 +46,20 @@ from smolcluster.wire.inbox import Call, Inbox
 
 def test_syncps_takes_the_mean_of_its_parts_buffers_weighted_by_samples(tmp_path: Path) -> None:
     settings = settings_for("syncps", 3)
-    cluster = run(settings, tmp_path, "syncps", normed(double=True))
-    sizes = sizes_by_share([1 / 3] * 3, 32)
-    assert len(set(sizes)) == 2, "not all parts weigh the same"
-    expected = by_hand(settings, sizes)
+    cluster = Cluster(settings, tmp_path, algorithm="syncps", workload=normed(double=True))
+    core = cluster.core
+    assert isinstance(core, syncps.Server)
+    open_step, cuts = core.open_step, list[list[int]]()
+
+    def watched(now: float) -> Step | None:
+        step = open_step(now)
+        cuts.extend([[part.num_samples for part in step.parts]] if step else [])
+        return step
+
+    core.open_step = watched  # type: ignore[method-assign]
+    cluster.finish(*(cluster.worker(i + 1, node=NODES[i]) for i in range(3)))
+    assert [11, 11, 10] in cuts, "not all parts weigh the same"
+    expected = by_hand(settings, *cuts)
     assert cluster.losses == pytest.approx([each for each, _ in expected], rel=1e-9)
     found, (_, wanted) = buffers_of(cluster.training.replica.model), expected[-1]
     for name, values in wanted.items():
