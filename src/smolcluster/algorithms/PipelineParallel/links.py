@@ -180,7 +180,7 @@ class Links(Transport):
         self._adopt(route)
         deadline = Deadline(timeout_s)
         for neighbour in route.neighbours:
-            if neighbour.rank < route.rank and self._outbox(neighbour) is None:
+            if neighbour.rank < route.rank:
                 self._reach(neighbour, deadline)
         for neighbour in route.neighbours:
             self._await(neighbour, deadline.remaining())
@@ -297,6 +297,10 @@ class Links(Transport):
 
     def _reach(self, neighbour: StageNeighbour, deadline: Deadline) -> None:
         """Dial a neighbour at each of its addresses, or ask the server to relay."""
+        if (outbox := self._outbox(neighbour)) is not None:
+            if not outbox.is_direct:  # the neighbour may have had a route without this stage since
+                outbox.session.send(Relayed(instance=neighbour.instance))
+            return
         try:
             self._dial(neighbour, deadline)
         except ConnectTimeout as error:

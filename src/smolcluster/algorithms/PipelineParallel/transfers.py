@@ -1,11 +1,9 @@
 """What stages send each other: trees of tensors as bytes, and what has come and waits to be computed with.
 
-What waits is found by attempt, step, stage and
-microbatch.
-Readers of sessions put, the thread that computes takes. An attempt is the time from a plan, or from a step
-that is done again, until the next one: what comes late of an older attempt or an older step is dropped, what
-comes early of a newer one is kept. Whoever waits is woken when a neighbour is lost, or when the coordinator
-has decided otherwise.
+What waits is found by attempt, step, stage and microbatch. Readers of sessions put, the thread that computes
+takes. An attempt is the time from a plan, or from a step that is done again, until the next one: what comes
+late of an older attempt or an older step is dropped, what comes early of a newer one is kept. Whoever waits
+is woken when a neighbour is lost, or when the coordinator has decided otherwise.
 """
 
 import threading

@@ -6,8 +6,10 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -286,6 +288,20 @@ def test_a_neighbour_that_cannot_be_reached_is_an_error_where_nobody_relays(
     low.links.close()
     with pytest.raises(ConnectTimeout, match=r"stage 0 \(node0\)"):
         high.links.connect(high.route([low.known], (0, 1)), DEADLINE_S)
+
+
+def test_who_has_forgotten_that_the_server_relays_hears_of_it_again(
+    stages: MakeStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lower one has measured a link to somebody else between two plans, the higher one has not."""
+    low, high = made = stages(2)
+    for each, other in ((low, high), (high, low)):
+        heard = partial(other.links.relayed, each.known.instance)
+        each.links._server = Mock(send=lambda _, heard=heard: heard())
+    monkeypatch.setattr(Node, "dial_session", Mock(side_effect=ConnectTimeout("a firewall")))
+    connect(made)
+    low.links.connect(low.route((), (0,), attempt=2), DEADLINE_S)
+    connect(made, attempt=3)
 
 
 def test_a_thing_that_cannot_travel_ends_the_attempt(stages: MakeStages) -> None:
