@@ -40,6 +40,7 @@ from smolcluster.errors import (
     ConnectTimeout,
     DataError,
     PeerLost,
+    ProtocolError,
     Rejected,
     SmolclusterError,
 )
@@ -508,13 +509,21 @@ class _Incoming(Receiver):
         return self._trees.place_for(message) if is_piece else None
 
     def __call__(self, message: Message, _payload: memoryview) -> None:
-        """A piece lies in its place; what it completes is decoded and left for the thread that computes."""
+        """A piece lies in its place; what it completes is decoded and left for the thread that computes.
+
+        Raises:
+            ProtocolError: that is no tree, or is here already.
+        """
         if not isinstance(message, Transfer | Relayed) or message.piece is None:
             return
         self._mailbox.count_piece(self._instance)
         if (memory := self._trees.whole()) is not None:
-            tree = decode(bytes_of(memory))
-            self._mailbox.put(key_of(message.piece), tree, message.piece.nbytes)
+            try:
+                tree = decode(bytes_of(memory))
+                self._mailbox.put(key_of(message.piece), tree, message.piece.nbytes)
+            except ProtocolError:
+                self._mailbox.release(message.piece.nbytes)
+                raise
 
     def _bytes_of(self, first: Message) -> list[Piece]:
         piece: TransferPiece = getattr(first, "piece")  # noqa: B009 - `place_for` has looked

@@ -16,17 +16,26 @@ import torch
 from torch import Tensor
 
 from harness import SECRET
-from peers import DEADLINE_S, logger
+from peers import DEADLINE_S, logger, opened
 from proxy import Proxy
 from smolcluster.algorithms.PipelineParallel import links as links_module
-from smolcluster.algorithms.PipelineParallel.links import Links, Route
-from smolcluster.errors import AuthError, ConnectTimeout, DataError, PeerLost, RunFailed
+from smolcluster.algorithms.PipelineParallel.links import Links, Route, _Incoming
+from smolcluster.algorithms.PipelineParallel.transfers import Key, Mailbox, encode
+from smolcluster.errors import (
+    AuthError,
+    ConnectTimeout,
+    DataError,
+    PeerLost,
+    ProtocolError,
+    RunFailed,
+)
 from smolcluster.training.schedules.instructions import Instruction, Op
 from smolcluster.wire import node
 from smolcluster.wire.handshake import introduce
-from smolcluster.wire.messages import HostPort, StageNeighbour
+from smolcluster.wire.messages import HostPort, StageNeighbour, Transfer, TransferPiece
 from smolcluster.wire.node import Node
 from smolcluster.wire.security import Secret
+from smolcluster.wire.streams import byte_frames
 from waiting import eventually
 
 HOST = "127.0.0.1"
@@ -347,6 +356,34 @@ def test_who_computes_waits_when_the_link_does_not_keep_up(
         may_go.set()
         waiting.result(DEADLINE_S)
     assert torch.equal(high.links.receive(forward(1, 1)), values(200, seed=1))
+
+
+def arrive(incoming: _Incoming, data: bytes) -> None:
+    """Let it take this as the input of the first microbatch."""
+    key = Key(attempt=1, step=0, direction="forward", stage=0, microbatch=0)
+    piece = TransferPiece(**key._asdict(), offset=0, nbytes=len(data))
+    [frame] = byte_frames(
+        lambda tensor, **_: Transfer(piece=piece, tensor=tensor), [memoryview(data)]
+    )
+    message, payload = opened(frame)
+    place = incoming.place_for(message)
+    assert place is not None
+    place[:] = payload
+    incoming(message, payload)
+
+
+def test_what_is_refused_holds_no_memory() -> None:
+    tree = b"".join(encode(1, "fp32").pieces)
+    mailbox = Mailbox(2 * len(tree))
+    incoming = _Incoming("neighbour", mailbox)
+    with pytest.raises(ProtocolError, match="skeleton"):
+        arrive(incoming, bytes(len(tree)))
+    arrive(incoming, tree)
+    with pytest.raises(ProtocolError, match="came twice"):
+        arrive(incoming, tree)
+    mailbox.reserve(len(tree))
+    with pytest.raises(ProtocolError, match="wait already"):
+        mailbox.reserve(1)
 
 
 def test_a_neighbour_is_not_taken_for_another_one(
