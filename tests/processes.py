@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
+import psutil
 import pytest
 
 import preloaded
@@ -139,3 +140,9 @@ class Processes:
         spec = get_algorithm(algorithm)
         file = spec.folder / spec.roles["store"]
         return self.start(sys.executable, str(file), node, *arguments)
+
+
+def is_alive(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False

@@ -1,10 +1,13 @@
 """What ranks do that a test has started: each is told what it is, and the group's secret."""
 
 import logging
+import multiprocessing
 import os
 import signal
 import sys
+import time
 
+from smolcluster.algorithms.Mesh.children import ChildRanks
 from smolcluster.algorithms.Mesh.meeting import reached
 from smolcluster.algorithms.Mesh.ranks import Ranks
 from smolcluster.wire.security import secret_of_text
@@ -25,3 +28,34 @@ def ends_with_2(_ranks: Ranks, _secret: str) -> None:
 
 def is_killed(_ranks: Ranks, _secret: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def loads_in_a_process(_ranks: Ranks, _secret: str) -> None:
+    """As a user's code may, with a DataLoader or a pool; ends with 3 if that has done it."""
+    process = multiprocessing.get_context("fork").Process(target=sys.exit, args=(3,))
+    process.start()
+    process.join()
+    raise SystemExit(process.exitcode)
+
+
+def hears_nothing(_ranks: Ranks, _secret: str) -> None:
+    """Goes on whoever asks it to stop."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    while True:
+        time.sleep(60)
+
+
+def leave_one(end: str) -> None:
+    """Start a rank that hears nothing, say its process, and end by `kill` or as any program does."""
+    log = logging.getLogger("test")
+    ranks = ChildRanks([hears_nothing], node="gpubox", timeout_s=DEADLINE_S, log=log)
+    sys.stdout.write(" ".join(str(each.pid) for each in multiprocessing.active_children()))
+    sys.stdout.flush()
+    if end == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert ranks.ended() is None
+
+
+if __name__ == "__main__":
+    leave_one(*sys.argv[1:])

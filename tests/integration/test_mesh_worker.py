@@ -15,7 +15,7 @@ import mesh_group
 from harness import Cluster, free_port, local_settings
 from mesh_group import CASES, WORLD_SIZE
 from own_workloads import alone
-from processes import Child, Processes
+from processes import Child, Processes, is_alive
 from smolcluster.configs.resolve import load_settings
 from smolcluster.runs.events import BeginningEnded, parse_event
 from smolcluster.runs.paths import find_run
@@ -163,11 +163,3 @@ def ranks_below(worker: Child) -> list[int]:
     rows = [line.split(None, 2) for line in listed.splitlines()]
     group = str(worker.process.pid)  # each child of a test leads a process group
     return [int(pid) for pgid, pid, args in rows if pgid == group and "spawn_main" in args]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

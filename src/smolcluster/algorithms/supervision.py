@@ -116,13 +116,13 @@ class Stopping:
                 self.process.terminate()
 
 
-def spawned(body: Callable[[], None], needs: str, *, daemon: bool = False) -> BaseProcess:
+def spawned(body: Callable[[], None], needs: str) -> BaseProcess:
     """Start a process of this program's own for `body`.
 
     Raises:
         ConfigError: it holds what no other process can be given; `needs` says what it must be.
     """
-    process = multiprocessing.get_context("spawn").Process(target=body, daemon=daemon)
+    process = multiprocessing.get_context("spawn").Process(target=body)
     try:
         process.start()
     except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -4,15 +4,15 @@ import io
 import os
 import select
 import signal
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from rich.console import Console
 
 from harness import summary_of
+from processes import is_alive
 from reading import Terminal, server, status_of, worker, write
 from smolcluster.configs.load import find_config
 from smolcluster.errors import CheckpointError, LaunchError, RunBusy
@@ -128,12 +128,6 @@ def worker_of_before(paths: RunPaths) -> int:
     first = read_launched(paths.launched).workers[0]
     begin(first, {})
     return pid_of(first)
-
-
-def is_alive(pid: int) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
-    return False
 
 
 @pytest.mark.usefixtures("own_tmux")
