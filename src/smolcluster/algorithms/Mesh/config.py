@@ -256,6 +256,19 @@ def pick_backend(backend: Backend, device_type: str) -> str:
     return backend
 
 
+def check_tags(backend: str, num_stages: int, key: str) -> None:
+    """Refuse a pipeline of so many stages, which `key` says, on a backend that may confuse its messages.
+
+    Raises:
+        ConfigError: it is NCCL.
+    """
+    if backend == "nccl" and num_stages > 1:
+        raise ConfigError(
+            f"{key} is {num_stages} on NCCL, whose messages have no tags: those of a pipeline could be taken "
+            f"for each other: set {key} to 1"
+        )
+
+
 def cut_equally(num_layers: int, num_stages: int) -> list[range]:
     """Layers of each stage; the first ones have one more where they cannot be equal."""
     size, rest = divmod(num_layers, num_stages)

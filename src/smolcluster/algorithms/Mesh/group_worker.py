@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smolcluster.algorithms.Mesh.children import ChildRanks
-from smolcluster.algorithms.Mesh.config import MeshConfig
+from smolcluster.algorithms.Mesh.config import MeshConfig, check_tags, pick_backend
 from smolcluster.algorithms.Mesh.group_rank import END, START_S, GroupRank, Setup, be_rank, part_of
 from smolcluster.algorithms.Mesh.groups import check_torch, lost_named, own_device
 from smolcluster.algorithms.Mesh.meeting import joined, part
@@ -34,6 +34,8 @@ from smolcluster.wire.messages import Welcome
 
 NO_REASON = frozenset({BUG, DEVICE_FAILED, PeerLost.exit_code})
 """Exit codes of a rank that another process may do better than."""
+SILENCE_S = 30.0
+"""Of a rank that is believed to be gone: it is on this machine, and no network between."""
 
 
 class Group:
@@ -73,6 +75,7 @@ class Group:
             log,
             node=node,
             hang_timeout_s=setup.mesh.hang_timeout_s,
+            silence_s=SILENCE_S,
             look=self.others.failed,
             leave=self._leave,
         )
@@ -121,15 +124,14 @@ class Group:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._is_within:  # they wait for each other, and hear nothing
-            self._watch.close()
+        self._watch.close()
+        if self._is_within or self.others.ended():  # they wait for each other, and hear nothing
+            self.others.end(0.0)  # first: what is destroyed may wait for a rank that is stopped
             if dist.is_initialized():
                 dist.destroy_process_group()
-            self.others.end(0.0)
             return
         with suppress(PeerLost):
             self._say(END, {})
-        self._watch.close()
         part(0, len(self._orders) + 1, self.others.store)
         self.others.end()
 
@@ -200,14 +202,17 @@ def spread(
     assert node.ranks is not None  # noqa: S101 - else nobody asks
     check_torch()
     check_can_be_spread(welcome, training, name, "ranks")
+    size = node.ranks.world_size
+    devices = [own_device(node.device, rank, "ranks to null") for rank in range(size)]
+    backend = pick_backend("auto", devices[0].type)
+    check_tags(backend, node.ranks.pp, f"nodes.{name}.ranks.pp")
     train = training.recipe.applied_to(welcome.run.train)
     at_once = most_at_once(train, node.microbatch)
     mesh = mesh_for(node.ranks, train.samples_per_push, at_once, name)
-    size = node.ranks.world_size
     setups = [
         Setup(
             node=name,
-            device=own_device(node.device, rank, "ranks to null"),
+            device=device,
             num_threads=node.threads or max(1, (os.cpu_count() or 1) // size),
             dataset=node.dataset,
             workload=workload,
@@ -215,7 +220,7 @@ def spread(
             mesh=mesh,
             bucket_bytes=training.replica.bucket_bytes,
         )
-        for rank in range(size)
+        for device in devices
     ]
     log.info("this worker has %d ranks, %s", size, node.ranks)
     group = Group(setups, training, log)

@@ -13,7 +13,7 @@ import torch
 
 import smolcluster
 from smolcluster.algorithms.Mesh import loop
-from smolcluster.algorithms.Mesh.config import MeshConfig, pick_backend
+from smolcluster.algorithms.Mesh.config import MeshConfig, check_tags, pick_backend
 from smolcluster.algorithms.Mesh.groups import Groups, check_torch, own_device
 from smolcluster.algorithms.Mesh.meeting import is_elsewhere, open_store, together
 from smolcluster.algorithms.Mesh.ranks import Ranks
@@ -22,7 +22,6 @@ from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.algorithms.process import process_log
 from smolcluster.configs.schema import Settings
 from smolcluster.configs.spec import SINGLE
-from smolcluster.errors import ConfigError
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.paths import create_run, runs_root
@@ -126,12 +125,7 @@ def device_for(config: MeshConfig, settings: Settings) -> torch.device:
     check_torch()
     local = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
     device = own_device(settings.node.device, local, "take a parameter server")
-    backend = pick_backend(config.backend, device.type)
-    if backend == "nccl" and config.mesh.pp > 1:
-        raise ConfigError(
-            f"mesh.pp is {config.mesh.pp} on NCCL, whose messages have no tags: those of a pipeline could be "
-            "taken for each other: set mesh.pp to 1"
-        )
+    check_tags(pick_backend(config.backend, device.type), config.mesh.pp, "mesh.pp")
     return device
 
 

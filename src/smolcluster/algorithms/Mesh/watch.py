@@ -187,6 +187,7 @@ class Watch:
         *,
         node: str,
         hang_timeout_s: float,
+        silence_s: float = SILENCE_S,
         hang_remedy: str = "",
         look: Callable[[], Failure | None] = lambda: None,
         on_failure: Callable[[Failure], None] = lambda _: None,
@@ -204,7 +205,7 @@ class Watch:
         self.rank, self.world_size, self.node = rank, world_size, node
         self.store, self._log, self._leave = store, log, leave
         self._on_failure = on_failure
-        self._silence_s = min(SILENCE_S, hang_timeout_s)
+        self._silence_s = min(silence_s, hang_timeout_s)
         self._look = look
         self._judge = Judge(
             silence_s=self._silence_s,

@@ -3,12 +3,15 @@
 import signal
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
-from smolcluster.algorithms.Mesh.group_worker import Group, mesh_for
+from smolcluster.algorithms.Mesh import group_worker
+from smolcluster.algorithms.Mesh.group_worker import Group, mesh_for, spread
 from smolcluster.algorithms.Mesh.watch import Failure
-from smolcluster.configs.schema import MeshSizes
+from smolcluster.configs.schema import MeshSizes, NodeConfig
 from smolcluster.errors import DEVICE_FAILED, RANK_LOST, ConfigError, PeerLost
 from smolcluster.utils.bugs import EXIT_CODE as BUG
 
@@ -40,6 +43,34 @@ def test_a_batch_that_cannot_be_divided_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"nodes.gpubox.ranks .* a multiple of {multiple}"):
         mesh_for(sizes, batch_size, None, "gpubox")
+
+
+def test_a_pipeline_of_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a run on a mesh: NCCL's messages have no tags."""
+    monkeypatch.setattr(group_worker, "check_can_be_spread", Mock())
+    monkeypatch.setattr(
+        group_worker, "own_device", lambda _name, rank, _instead: torch.device("cuda", rank)
+    )
+    node = NodeConfig(ranks=MeshSizes(pp=2))
+    with pytest.raises(ConfigError, match=r"set nodes\.gpubox\.ranks\.pp to 1"):
+        spread(Mock(), Mock(), node=node, name="gpubox", workload=None, log=Mock())
+
+
+@pytest.mark.parametrize(("is_within", "ended"), [(True, None), (False, (1, -9))])
+def test_ranks_that_hear_nothing_are_ended_at_once(
+    monkeypatch: pytest.MonkeyPatch, is_within: bool, ended: tuple[int, int] | None
+) -> None:
+    """Before their connections are, which may wait for a rank that is stopped."""
+    calls = Mock(others=Mock(ended=Mock(return_value=ended)), dist=Mock())
+    monkeypatch.setattr(group_worker, "dist", calls.dist)
+    group: Any = SimpleNamespace(
+        _is_closed=False, _is_within=is_within, _watch=Mock(), others=calls.others, _say=Mock()
+    )
+    Group.close(group)
+    names = [name for name, *_ in calls.mock_calls if name != "others.ended"]
+    assert names == ["others.end", "dist.is_initialized", "dist.destroy_process_group"]
+    calls.others.end.assert_called_once_with(0.0)
+    group._say.assert_not_called()
 
 
 @pytest.mark.parametrize(
