@@ -69,6 +69,8 @@ class FakeHost(Host):
     says: Mapping[str, str | LaunchError] = field(default_factory=dict)
     before: Callable[[str, str, float], None] = lambda *_: None
     calls: list[str] = field(default_factory=list)
+    alone: list[str] = field(default_factory=list)
+    """Those of `calls` over a connection of their own."""
 
     @contextmanager
     def holding(self, script: str, *, stdin: bytes, timeout_s: float) -> Iterator[Done]:
@@ -82,11 +84,12 @@ class FakeHost(Host):
         stdin: bytes = b"",  # noqa: ARG002
         timeout_s: float = 20.0,
         shielded: bool = False,  # noqa: ARG002
-        alone: bool = False,  # noqa: ARG002
+        alone: bool = False,
     ) -> Done:
         found = re.match(r": 'doctor: (.+)'\n(?:wanted='?([\w ]+))?", script)
         name, wanted = (found[1], found[2]) if found else (script, None)
         self.calls.append(name)
+        self.alone.extend([name] * alone)
         self.before(self.node, name, timeout_s)
         if wanted is None:
             return Done(0, self._said(name), "", begun=time.time())

@@ -27,8 +27,8 @@ fact_packages() {{
   done
 }}
 fact_identity() {{
-  {{ cat /etc/machine-id || ioreg -rd1 -c IOPlatformExpertDevice |
-    awk -F'"' '/IOPlatformUUID/ {{print $4}}'; }} 2>/dev/null
+  echo "$({{ cat /etc/machine-id || ioreg -rd1 -c IOPlatformExpertDevice |
+    awk -F'"' '/IOPlatformUUID/ {{print $4}}'; }} 2>/dev/null)"
   hostname 2>/dev/null
 }}
 fact_user() {{ id -un; }}
@@ -53,7 +53,7 @@ fact_environment() {{
 fact_disk() {{
   place=$folder
   while [ ! -e "$place" ]; do place=$(dirname "$place"); done
-  df -Pk "$place"
+  df -Pk "$place" 2>&1
 }}
 fact_memory() {{ cat /proc/meminfo 2>/dev/null || vm_stat; }}
 fact_sleep() {{ pmset -g; }}
@@ -196,7 +196,7 @@ def read_facts(done: Done) -> Facts:
         lines.setdefault(name, []).append(said)
     return Facts(
         {
-            name: replace(done, code=int(said[-1][1:]), stdout="\n".join(said[:-1]))
+            name: replace(done, code=int(said[-1][1:]), stdout="\n".join(said[:-1]), stderr="")
             for name, said in lines.items()
             if re.fullmatch(r"=\d+", said[-1])
         }

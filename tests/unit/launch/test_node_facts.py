@@ -11,8 +11,10 @@ import pytest
 from doctoring import LINUX, MAC, facts, node_checks
 from reading import fake_ssh
 from smolcluster.launch.doctor import table
+from smolcluster.launch.doctor.examine import make_contact
+from smolcluster.launch.doctor.findings import Finding, NodeChecks
 from smolcluster.launch.host import Host
-from smolcluster.launch.node_facts import Facts, facts_of, read_facts
+from smolcluster.launch.node_facts import Facts, facts_of
 
 HERE = Host("pi5")
 
@@ -59,24 +61,45 @@ def test_installing_is_each_systems_own(known: Facts, command: str) -> None:
 
 
 @pytest.fixture
-def disk_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    program = fake_ssh(tmp_path, monkeypatch) / ".local" / "bin" / "df"
-    program.parent.mkdir(parents=True, exist_ok=True)
-    program.write_text(f"#!/bin/sh\nwhile [ -d '{program.parent}' ]; do sleep 0.1; done\n")
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that comes first where a machine looks for programs."""
+    folder = fake_ssh(tmp_path, monkeypatch) / ".local" / "bin"
+    folder.mkdir(parents=True, exist_ok=True)
+    yield folder
+    folder.rename(tmp_path / "away")  # ends what hangs
+
+
+def put_program(program: Path, text: str) -> None:
+    program.write_text(f"#!/bin/sh\n{text}\n")
     program.chmod(0o755)
-    yield
-    program.parent.rename(tmp_path / "away")
 
 
-@pytest.mark.usefixtures("disk_hangs")
-def test_a_fact_that_hangs_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All others have been told when the time is over."""
-    monkeypatch.setattr(table, "CONTACT_S", 5.0)
-    node = node_checks()
-    node.facts = read_facts(table.ask_facts(node))
-    rows = {each.name: each for each in table.TABLE if each.name in ("disk", "memory", "secret")}
-    found = {name: table.look_at(node, each, node.host.run) for name, each in rows.items()}
+def found_on(node: NodeChecks, *names: str) -> dict[str, Finding]:
+    make_contact(node)
+    rows = {each.name: each for each in table.TABLE if each.name in names}
+    return {name: table.look_at(node, each, node.host.run) for name, each in rows.items()}
+
+
+def test_a_fact_that_hangs_fails_alone(monkeypatch: pytest.MonkeyPatch, programs: Path) -> None:
+    """All others have been told when the time is over; the clock is compared with when it was read."""
+    monkeypatch.setattr(table, "CONTACT_S", 8.0)
+    put_program(programs / "df", f"while [ -d '{programs}' ]; do sleep 0.1; done")
+    put_program(programs / "date", f"echo $(($({shutil.which('date')} +%s) + 6))")
+    found = found_on(node_checks(), "disk", "memory", "secret", "clock")
     assert {name: each.state for name, each in found.items()} == {
-        **{"disk": "fail", "memory": "ok", "secret": "ok"}
+        **{"disk": "fail", "memory": "ok", "secret": "ok", "clock": "warn"}
     }
-    assert found["disk"].what == "no answer within 5 s"
+    assert found["disk"].what == "no answer within 8 s"
+
+
+def test_a_fact_that_makes_no_sense_is_told_with_its_own_words(programs: Path) -> None:
+    put_program(programs / "df", "echo 'df: /srv: Stale file handle' >&2; exit 1")
+    put_program(programs / "tmux", "sleep 1; echo 'tmux: broken' >&2; exit 1")
+    found = found_on(node_checks(), "disk")
+    assert found["disk"].what == "the answer makes no sense (df: /srv: Stale file handle)"
+
+
+def test_an_id_whose_file_ends_without_a_newline_is_one_too(programs: Path) -> None:
+    put_program(programs / "cat", "printf 3d1219c7")
+    put_program(programs / "hostname", "echo pi5")
+    assert facts_of(Host("pi5", "pi@pi5"), "identity").identity == "3d1219c7 pi5"

@@ -23,7 +23,9 @@ from smolcluster.launch.doctor.check_report import as_json_text, exit_code, show
 from smolcluster.launch.doctor.checks import find_twins, judge_system
 from smolcluster.launch.doctor.findings import NodeChecks, ok, skipped
 from smolcluster.launch.doctor.table import (
+    CONTACT,
     CONTACT_S,
+    FACTS,
     HOST_KEY,
     IDENTITY,
     SSH,
@@ -36,7 +38,7 @@ from smolcluster.launch.doctor.table import (
 from smolcluster.launch.find import all_runs
 from smolcluster.launch.host import Done, Unreachable
 from smolcluster.launch.links import Listener, read_listener
-from smolcluster.launch.node_facts import read_facts
+from smolcluster.launch.node_facts import Facts, read_facts
 from smolcluster.launch.places import machine_of, project_root
 from smolcluster.launch.project import read_project
 from smolcluster.launch.workload_code import check_source, packages_of
@@ -117,7 +119,13 @@ def examine_machine(node: NodeChecks) -> None:
 def make_contact(node: NodeChecks) -> None:
     findings, is_here = node.findings, node.machine.is_here
     try:
-        answer = ask_facts(node)
+        answer = ask_facts(node, "contact", CONTACT, alone=True)
+        contact = node.facts = read_facts(answer)
+        system = judge_system(answer, node)
+        if system.state == "ok":
+            # opens the connection that later commands share; several at once would each open their own
+            told = read_facts(ask_facts(node, "facts", FACTS)).told
+            node.facts = Facts({**contact.told, **told})
     except LaunchError as error:
         wrong = refused(error, node, CONTACT_S)
         if isinstance(error, Unreachable) and error.cause.startswith("host_key"):
@@ -127,8 +135,7 @@ def make_contact(node: NodeChecks) -> None:
         return
     findings[SSH] = ok("this machine" if is_here else f"{answer.took_s:.1f} s")
     findings[HOST_KEY] = skipped("this machine") if is_here else ok("known")
-    node.facts = read_facts(answer)
-    findings[SYSTEM] = judge_system(answer, node)
+    findings[SYSTEM] = system
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The table of `smolcluster doctor`: a row a check, in the order in which they are shown; what runs it."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from smolcluster.errors import LaunchError
@@ -19,9 +19,11 @@ SSH, HOST_KEY, SYSTEM, IDENTITY = "SSH", "host key", "system", "identity"
 """What the first contact tells, before the table."""
 ORDER = (SSH, HOST_KEY, SYSTEM, IDENTITY, *(check.name for check in TABLE))
 
+CONTACT = ("system", "apple_silicon", "packages", "identity", "clock")
+"""Facts that the first contact asks for: none takes long, so the time that it takes is the connection's."""
 FACTS = (
-    *("system", "apple_silicon", "packages", "identity", "folder", "interpreter"),
-    *(check.name for check in TABLE if check.script is None),
+    *("folder", "interpreter"),
+    *(check.name for check in TABLE if check.script is None and check.name not in CONTACT),
 )
 CONTACT_S = 15.0
 
@@ -67,27 +69,27 @@ def look_at(node: NodeChecks, check: Check, run: Run) -> Finding:
         )
 
 
-def ask_facts(node: NodeChecks) -> Done:
+def ask_facts(node: NodeChecks, name: str, facts: Sequence[str], *, alone: bool = False) -> Done:
     """Ask what the machine says of itself; what was not said in time is missing.
 
-    Over a connection of its own, for which the host's key is verified.
+    `alone`: over a connection of its own, for which the host's key is verified.
 
     Raises:
-        LaunchError: it is out of reach, or has not even said its system in time.
+        LaunchError: it is out of reach, or has said nothing in time.
     """
     machine, begun = node.machine, time.time()
     script = facts_script(
-        *FACTS,
+        *facts,
         folder=machine.project_dir,
         interpreter=machine.interpreter,
         secret_file=machine.secret_file,
         exports=exports(node),
     )
     try:
-        return ask(partial(node.host.run, alone=True), "facts", script, CONTACT_S)
+        return ask(partial(node.host.run, alone=alone), name, script, CONTACT_S)
     except TookTooLong as error:
         answer = Done(0, error.stdout, "", begun, CONTACT_S)
-        if not read_facts(answer).system:
+        if not read_facts(answer).told:
             raise
         return answer
 
