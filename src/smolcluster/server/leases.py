@@ -165,11 +165,10 @@ class Dispatcher:
         `duplicate`: its samples have been applied. `late`: the lease is not, or no longer, the holder's.
         """
         range_ = Range.of(key)
-        is_cut = self._end_of(range_) <= self._num_cut
-        if key.incarnation != self.incarnation or not is_cut or range_ in self._waiting:
+        if key.incarnation != self.incarnation or self._end_of(range_) > self._num_cut:
             return "late"
         if (leases := self._open.get(range_)) is None:
-            return "duplicate"
+            return "late" if range_ in self._waiting else "duplicate"
         lease = leases.get(key.grant)
         return "open" if lease and lease.holder == holder else "late"
 
@@ -184,9 +183,7 @@ class Dispatcher:
         self._newest_s.append(took_s)
         self._median_s = statistics.median(self._newest_s)
         self.samples_applied += range_.num_samples
-        if len(self._orders) > 1:  # or there is no need to look at all ranges
-            oldest = self.epoch
-            self._orders = {each: order for each, order in self._orders.items() if each >= oldest}
+        self._forget_finished_epochs()
 
     def release(self, key: LeaseKey, holder: int) -> list[Lease]:
         """Take one lease back, so that somebody else gets its samples."""
@@ -321,6 +318,17 @@ class Dispatcher:
         if range_.epoch not in self._orders:
             self._orders[range_.epoch] = self._permutation(range_.epoch)
         return self._orders[range_.epoch][range_.start : range_.stop]
+
+    def _forget_finished_epochs(self) -> None:
+        """Keep orders of epochs in progress only.
+
+        What is left of the oldest one usually comes first: thousands of others are not looked at.
+        """
+        while len(self._orders) > 1:
+            oldest = min(self._orders)
+            if any(each.epoch == oldest for each in self._unapplied):
+                return
+            del self._orders[oldest]
 
 
 def _triple(range_: Range) -> tuple[int, int, int]:

@@ -1,5 +1,7 @@
 """Leases: every sample of every epoch exactly once, whoever loses, repeats or delays a lease."""
 
+import sys
+
 import pytest
 import torch
 
@@ -188,3 +190,25 @@ def test_the_last_batch_of_an_old_epoch_is_a_duplicate_after_the_epoch_is_forgot
     leases.commit(second.key, A, now=0.0)
     must(leases.grant(A, now=0.0))
     assert leases.judge(first.key, A) == "duplicate"
+
+
+def num_calls_of_a_commit(num_open: int) -> int:
+    """At an epoch's edge, with so many leases of both epochs open."""
+    leases = dispatcher(num_samples=num_open, batch_size=1)
+    *_, newest = (must(leases.grant(A, now=0.0)) for _ in range(2 * num_open))
+    num_calls = 0
+
+    def note(*_: object) -> None:
+        nonlocal num_calls
+        num_calls += 1
+
+    sys.setprofile(note)
+    try:
+        leases.commit(newest.key, A, now=1.0)
+    finally:
+        sys.setprofile(None)
+    return num_calls
+
+
+def test_a_commit_costs_the_same_however_many_leases_are_open() -> None:
+    assert num_calls_of_a_commit(10) == num_calls_of_a_commit(1000)
