@@ -301,9 +301,9 @@ class Session:
         begun = self._begun
         for frame in begun or ():
             self.connection.send_frame(frame)
+            self._send_between()
             if self._begun is not begun or self.is_cut:
                 return
-            self._send_between()
 
     def _send_between(self) -> None:
         """Send what is urgent, and a heartbeat if it is time, however much is queued."""

@@ -3,6 +3,7 @@
 import itertools
 import math
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -190,6 +191,30 @@ def test_what_is_taken_back_is_not_sent_and_a_frame_that_was_begun_is_whole(ends
     assert num_whole < NUM_FRAMES
     assert session.flush(DEADLINE_S)
     assert session.backlog == 0
+
+
+def test_frames_that_are_taken_back_while_a_heartbeat_goes_between_them_are_over(
+    ends: Ends,
+) -> None:
+    first, second, last = (ACK.model_copy(update={"version": version}) for version in range(3))
+    begun = threading.Event()
+
+    def frames() -> Iterator[Frame]:
+        begun.set()
+        time.sleep(SOON_S)  # until a heartbeat is due
+        yield frame_of(first)
+        yield frame_of(second)
+
+    def report() -> Message | None:
+        if begun.is_set():
+            session.drop_queued()
+        return None
+
+    session = ends.session(heartbeat_timeout_s=SOON_S, report=report)
+    session.send_frames(frames())
+    assert session.flush(DEADLINE_S)
+    session.send(last)
+    assert [ends.peer.hear_a(Ack) for _ in range(2)] == [first, last]
 
 
 def test_gone_comes_once_after_everything_the_peer_said(ends: Ends) -> None:
