@@ -182,10 +182,14 @@ class Session:
 
     def end_with(self, close_message: Message) -> None:
         """Drop what is still queued, send a last report and a last message, then close this side."""
+
+        def last() -> Iterator[Frame]:
+            if report := self._report():
+                yield frame_of(report)
+            yield frame_of(close_message)
+
         self.drop_queued()
-        if report := self._report():
-            self.send(report)
-        self.send(close_message)
+        self.send_frames(last())
         self.finish()
 
     def send_at_once(self, message: Message) -> None:
@@ -301,6 +305,7 @@ class Session:
         begun = self._begun
         for frame in begun or ():
             self.connection.send_frame(frame)
+            del frame  # while the next one is waited for
             self._send_between()
             if self._begun is not begun or self.is_cut:
                 return

@@ -4,6 +4,7 @@ import itertools
 import math
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -215,6 +216,26 @@ def test_frames_that_are_taken_back_while_a_heartbeat_goes_between_them_are_over
     assert session.flush(DEADLINE_S)
     session.send(last)
     assert [ends.peer.hear_a(Ack) for _ in range(2)] == [first, last]
+
+
+def test_a_frame_that_was_sent_is_free_while_the_next_one_is_waited_for(ends: Ends) -> None:
+    class Payload(bytearray):
+        """Unlike its base, it can be referred to weakly."""
+
+    kept: list[object] = []
+
+    def frames() -> Iterator[Frame]:
+        payload = Payload(16)
+        sent = weakref.ref(payload)
+        yield frame_of(push(16), payload)
+        del payload
+        kept.append(sent())
+        yield frame_of(ACK)
+
+    ends.session().send_frames(frames())
+    ends.peer.hear_a(Push)
+    ends.peer.hear_a(Ack)
+    assert kept == [None]
 
 
 def test_gone_comes_once_after_everything_the_peer_said(ends: Ends) -> None:
