@@ -119,7 +119,8 @@ class Snapshot:
             return True
         if self.launched is not None and self.launched.server.ssh is not None:
             return None
-        return self.status is None and time.time() - self.began < STARTING_S
+        has_written = self.status is not None or self.paths.events.exists()
+        return not has_written and time.time() - self.began < STARTING_S
 
     @cached_property
     def started(self) -> RunStarted | None:

@@ -192,6 +192,17 @@ def test_a_run_that_was_stopped_has_no_trouble(tmp_path: Path) -> None:
     assert "no worker was lost" in page.words("trouble")
 
 
+def test_a_run_without_a_status_is_over_when_its_events_say_so_however_new_its_folder_is(
+    tmp_path: Path,
+) -> None:
+    """As of a run of before that was copied a moment ago."""
+    run = MadeRun(tmp_path)
+    run.config()
+    run.started()
+    run.ended("every sample has been applied")
+    assert "ended · every sample has been applied" in report_of(run).words("head")
+
+
 def test_a_run_that_broke_off_and_one_that_goes_on_say_so(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     run.config()
