@@ -224,6 +224,19 @@ def test_a_run_of_this_machine_lives_as_long_as_its_sessions(
     assert living(tmp_path) == []
 
 
+def test_a_run_whose_server_is_elsewhere_stands_as_that_says_while_a_worker_lives_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched_run(tmp_path, server(), worker(0, "laptop", None, session="r1-worker1"))
+    monkeypatch.setattr(listing, "session_names", lambda: ["r1-worker1"])
+    alive, _ = answering("running", status=status_of())
+    [run] = listed(tmp_path, alive)
+    assert (run.state, run.steps, run.is_alive) == ("training", 120, True)
+    silent, _ = answering()
+    [run] = listed(tmp_path, silent)
+    assert (run.state, run.is_alive) == ("training", True), "as it was heard last"
+
+
 def test_damaged_files_hide_no_run(tmp_path: Path) -> None:
     paths = create_run(tmp_path, "a")
     for file in (paths.launched, paths.status, paths.summary, paths.events, paths.config):

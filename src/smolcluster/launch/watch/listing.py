@@ -87,8 +87,10 @@ def _listed(reads: Sequence[Snapshot], ask: Ask | None) -> list[ListedRun]:
 
     def line(read: Snapshot) -> ListedRun:
         is_alive = lives[read.paths.run_id]
-        if read.is_elsewhere and not is_alive and not read.is_over:
-            return _elsewhere(read, ask)
+        has_server_elsewhere = read.is_alive is None  # also while a worker lives here
+        if not read.is_over and (has_server_elsewhere or (read.is_elsewhere and not is_alive)):
+            run = _elsewhere(read, ask)
+            return run.model_copy(update={"is_alive": True}) if is_alive else run
         is_starting = is_alive and not (read.status or read.summary)
         return line_of(read, "starting" if is_starting else read.state, is_alive=is_alive)
 
