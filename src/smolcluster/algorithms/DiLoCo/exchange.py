@@ -7,6 +7,7 @@ outer step, to the next outer step. The server takes the same decoded step as it
 same weights before has the same weights after it, bit for bit.
 """
 
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -275,14 +276,16 @@ class ChangeReceiver(Receiver):
         self._buffers: BufferValues = {}
         self._held = Counter[int]()
         """By fragment: changes that have not been decided on."""
+        self._counting = threading.Lock()
 
     @property
     def in_progress(self) -> bool:
         return self._deltas.first is not None
 
-    def _free(self, fragment: int) -> None:
-        """A change of it is needed no more. Any thread."""
-        self._held[fragment] -= 1
+    def _count(self, fragment: int, changes: int) -> None:
+        """So many more of its changes are held. Any thread."""
+        with self._counting:
+            self._held[fragment] += changes
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
         """Take a message; each bucket of a change is told of as it comes."""
@@ -305,8 +308,8 @@ class ChangeReceiver(Receiver):
         part: Part | None = None
         added: BufferValues = {}
         if values is not None:
-            self._held[fragment] += 1
-            part = Part(fragment, values, partial(self._free, fragment))
+            self._count(fragment, 1)
+            part = Part(fragment, values, partial(self._count, fragment, -1))
             added, self._buffers = self._buffers, {}
         return DeltaArrived(
             session_id=self._session_id,

@@ -84,6 +84,8 @@ ROUNDS = "rounds"
 """Where a checkpoint's progress has their state."""
 LONGEST_SILENCE_S = 120.0
 """Who was left behind, and is silent for so long, is cut."""
+HELD_UP_S = 1.0
+"""Of a gathering, or a stop: while the server did something else for so long, nobody was heard."""
 UNKNOWN_STEP_S = 1.0
 
 
@@ -134,6 +136,8 @@ class Server(LeasingServer):
         """All that have ever taken part, by session."""
         self.changes: dict[int, list[Change]] = {each: [] for each in self.numbers}
         """By fragment: those that wait for others'."""
+        self.looked_at = time.monotonic()
+        """When it looked last for workers that are late."""
 
     def go_on_from(self, rounds: RoundsState) -> None:
         """Take up a checkpoint's state, and what the run has begun with where nothing is said.
@@ -486,7 +490,6 @@ class Server(LeasingServer):
     def on_part(self, peer: Peer, key: PartKey, part: DeltaArrived | NormsArrived) -> None:
         """Some of a worker's change is where it belongs; when all of it is, decide on it."""
         peer.progressed_at = time.monotonic()
-        self.heard(peer)
         request = None
         if isinstance(key.of, int):
             request = self.ledger.asked(key.of, peer.id, part.fragment)
@@ -498,6 +501,7 @@ class Server(LeasingServer):
         elif part.part is not None:
             part.free()
             self.report.lost_push(peer.worker.name, "its samples had been taken back")
+            self.heard(peer)  # only now that it has sent all of it can it turn to anything else
 
     def on_change(self, peer: Peer, change: Change) -> None:
         """A worker's change has come: from now on its samples are safe, whatever befalls the worker."""
@@ -597,7 +601,10 @@ class Server(LeasingServer):
 
     def leave_late(self, now: float) -> None:
         """Go on without those who are late; they begin again when they are heard of, or have come back."""
+        away_s, self.looked_at = now - self.looked_at, now
         for peer in self.peers.values():
+            if away_s > HELD_UP_S:  # what they have sent meanwhile may wait in the inbox
+                peer.progressed_at = min(now, peer.progressed_at + away_s)
             if peer.is_stalled:
                 if now - peer.progressed_at >= LONGEST_SILENCE_S:
                     peer.worker.live_session.cut("it has not answered for too long")

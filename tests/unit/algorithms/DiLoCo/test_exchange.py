@@ -8,6 +8,9 @@ import torch
 
 from peers import opened, small_replica
 from smolcluster.algorithms.DiLoCo.exchange import (
+    MOST_HELD,
+    ChangeReceiver,
+    DeltaArrived,
     Encoder,
     FragmentArrived,
     FragmentReceiver,
@@ -16,7 +19,7 @@ from smolcluster.algorithms.DiLoCo.exchange import (
     delta_frames,
 )
 from smolcluster.algorithms.DiLoCo.fragments import cut
-from smolcluster.errors import PeerLost
+from smolcluster.errors import PeerLost, ProtocolError
 from smolcluster.server.link import Link
 from smolcluster.server.weights import WeightsArrived
 from smolcluster.wire.dialling import Address
@@ -139,3 +142,26 @@ def test_a_change_goes_to_where_its_buckets_are_and_the_server_hears_of_it() -> 
     win, pi5 = ([cast(Delta, each) for each in store.messages] for store in link.dialled)
     assert [(each.fragment, each.bucket) for each in win] == [(0, 1)]
     assert [(each.fragment, each.bucket) for each in pi5] == [(1, 0), (2, 0)]
+
+
+def test_a_worker_that_sends_ever_more_changes_is_refused_until_one_is_decided_on() -> None:
+    """Of another fragment, and in the middle of a change, that counts for nothing."""
+    replica = small_replica()
+    layout = Layout.of(replica, cut(replica.layers, 3))
+    receiver, encoder = ChangeReceiver(1, "fp32", layout), Encoder("fp32", layout)
+
+    def sent(number: int, request: int) -> list[DeltaArrived]:
+        encoded = encoder.encode(number, torch.ones(layout.fragments[number].numel))
+        collect = Collect(request=request, fragment=number, wait=False)
+        frames = delta_frames(layout, collect, encoded, encoder.codec)
+        return [cast(DeltaArrived, receiver(*opened(frame))) for frame in frames]
+
+    held = [sent(0, request) for request in range(MOST_HELD)]
+    assert [[each.part is None for each in change] for change in held] == [[True, False]] * 2
+    sent(1, 7)
+    with pytest.raises(ProtocolError, match="sent fragment 0 again before it was answered"):
+        sent(0, 8)
+    held[0][-1].free()
+    sent(0, 9)
+    with pytest.raises(ProtocolError, match="sent fragment 0 again before it was answered"):
+        sent(0, 10)

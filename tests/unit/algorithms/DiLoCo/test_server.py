@@ -1,5 +1,6 @@
 """What DiLoCo's server goes on from, without a run."""
 
+import time
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -8,12 +9,15 @@ import pytest
 import torch
 
 from harness import local_settings
+from smolcluster.algorithms.DiLoCo.exchange import DeltaArrived
 from smolcluster.algorithms.DiLoCo.ledger import RoundsState
 from smolcluster.algorithms.DiLoCo.outer import new_outer
 from smolcluster.algorithms.DiLoCo.outer_links import new_stores
+from smolcluster.algorithms.DiLoCo.peers import LEAST_PATIENCE_S, Peer
 from smolcluster.algorithms.DiLoCo.rounds import Round, SyncBeginning
-from smolcluster.algorithms.DiLoCo.server import Server, new_beginning
+from smolcluster.algorithms.DiLoCo.server import LONGEST_SILENCE_S, Server, new_beginning
 from smolcluster.errors import CheckpointError, ConfigError
+from smolcluster.server.store import Part
 from smolcluster.server.store_links import NormsArrived
 from smolcluster.training.build import build
 from smolcluster.wire.messages import PartKey
@@ -63,6 +67,56 @@ def test_a_bucket_that_its_store_has_lost_is_not_decided_on() -> None:
         server.stores.hear.return_value = is_there
         Server.on_norms(server, part)
         assert server.stores.drop_part.called == is_there
+
+
+def peer_that_owes(*, since: float) -> Peer:
+    """It was last heard of then, and is sending what it has changed."""
+    session = Mock(num_gone=0)
+    worker: Any = SimpleNamespace(
+        live_session=session, gauge=SimpleNamespace(received_bytes=0), name="worker 1"
+    )
+    worker.member = SimpleNamespace(session_id=1, instance="a" * 8)
+    return Peer(1.0, worker=worker, progressed_at=since)
+
+
+def server_of(peer: Peer, *, looked_at: float = 0.0) -> Any:
+    server: Any = Mock(peers={peer.id: peer}, looked_at=looked_at)
+    server.config.grace = None
+    server.ledger.asked.return_value = None
+    server.heard = lambda it: Server.heard(server, it)
+    return server
+
+
+def test_who_is_late_with_a_change_takes_part_again_when_it_has_sent_all_of_it() -> None:
+    """Until then it can do nothing else; but as long as its change goes on coming, it is not cut."""
+    peer = peer_that_owes(since=0.0)
+    peer.is_stalled = True
+    server = server_of(peer)
+    key, values, free = PartKey(instance="a" * 8, of=1), torch.ones(4), Mock()
+    for part in (None, Part(0, values, free)):
+        assert not server.send_weights.called
+        came = DeltaArrived(
+            session_id=1, of=1, fragment=0, bucket=0, values=values, part=part, buffers={}
+        )
+        Server.on_part(server, peer, key, came)
+        assert time.monotonic() - peer.progressed_at < LONGEST_SILENCE_S / 2
+        assert peer.is_stalled == (part is None)
+    free.assert_called_once_with()
+    server.send_weights.assert_called_once_with(peer)
+
+
+def test_nobody_is_late_because_the_server_was_held_up() -> None:
+    """What workers have sent meanwhile is still to be taken up."""
+    peer = peer_that_owes(since=100.0)
+    server = server_of(peer, looked_at=101.0)
+    came_back = 101.0 + 2 * LEAST_PATIENCE_S
+    Server.leave_late(server, came_back)
+    assert not peer.is_stalled
+    Server.leave_late(server, came_back + 0.5)
+    assert not peer.is_stalled
+    for now in range(int(LEAST_PATIENCE_S)):
+        Server.leave_late(server, came_back + now)
+    assert peer.is_stalled
 
 
 @pytest.mark.parametrize(
