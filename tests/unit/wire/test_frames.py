@@ -63,6 +63,12 @@ def test_lengths_at_the_limit_are_accepted() -> None:
     assert parse_prefix(prefix, LIMIT, LIMIT) == Prefix(7, LIMIT, LIMIT)
 
 
+def test_reserved_bits_are_refused() -> None:
+    prefix = struct.pack(">4sBBHIQ", b"SMOL", 2, 7, 1, 0, 0)
+    with pytest.raises(ProtocolError, match="reserved field is 0x0001"):
+        parse_prefix(prefix, LIMIT, LIMIT)
+
+
 def test_the_payload_is_not_copied() -> None:
     memory = bytearray(8)
     frame = build_frame(8, b"{}", memory)
