@@ -474,3 +474,14 @@ def test_mixing_moves_towards_a_workers_weights_and_less_far_if_others_have_push
     for name, place in stage.server.replica.layers:
         assert values[f"grad_norm/{name}"] == pytest.approx(way[place].norm().item(), rel=1e-5)
     assert stage.server.dispatcher.samples_applied == 96
+
+
+@pytest.mark.parametrize("stage", [MIXING], indirect=True)
+def test_weights_out_of_all_proportion_are_not_mixed_though_gradients_are_clipped(
+    stage: Stage,
+) -> None:
+    puppet, lease = working(stage)
+    stage.server.norms.add(2.0, "worker 2")
+    before = stage.weights
+    assert puppet.push(lease, weights=before + 1e12).outcome == "non_finite"
+    assert torch.equal(stage.weights, before)
