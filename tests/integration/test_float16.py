@@ -1,13 +1,16 @@
 """float16: the loss scale belongs to the run, and what overflows is skipped by everybody."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import harness
 from harness import Cluster
 from own_workloads import CPU, KINDS, NODES, alone, scaled_digits, settings_for
+from several_hosts import on_hosts
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.data.permutation import EpochOrders
 from smolcluster.training.build import TrainingContext, build
@@ -56,10 +59,13 @@ def test_one_process_trains_as_with_pytorch_s_gradient_scaler() -> None:
     assert training.replica.optimizer.state[STEP_COUNT] == len(losses) - num_skipped
 
 
-@pytest.mark.parametrize("codec", ["fp32", "int8"])
-def test_a_step_that_overflows_on_one_worker_is_skipped_by_all(tmp_path: Path, codec: str) -> None:
+@pytest.mark.parametrize(("codec", "num_hosts"), [("fp32", 1), ("int8", 1), ("int8", 3)])
+def test_a_step_that_overflows_on_one_worker_is_skipped_by_all(
+    tmp_path: Path, codec: str, num_hosts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "build", partial(build, bucket_bytes=1024))
     own = (*FLOAT16.overrides, f"codec={codec}", "learning_rate=0.01", "num_epochs=1")
-    settings = settings_for("syncps", 2, *own)
+    settings = settings_for("syncps", 2, *own, on_hosts(num_hosts))
     workload = scaled_digits(settings)
     cluster = Cluster(settings, tmp_path, algorithm="syncps", workload=workload)
     made: list[Worker] = []
@@ -68,8 +74,9 @@ def test_a_step_that_overflows_on_one_worker_is_skipped_by_all(tmp_path: Path, c
         made.append(Worker(welcome, training))
         return made[-1]
 
+    stores = [cluster.start_store(node) for node in settings.cluster.store_nodes[1:]]
     workers = [cluster.worker(i + 1, node=NODES[i], make=make) for i in range(2)]
-    summary = cluster.finish(*workers)
+    summary = cluster.finish(*workers, *stores)
     theirs, skipped = cluster.training.replica, num_overflows(cluster.training)
     assert skipped >= 3
     assert (summary.steps, summary.samples_applied) == (23, 1438)
