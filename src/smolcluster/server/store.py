@@ -149,9 +149,9 @@ class HeldSlice(ABC):
     def take(self, key: PartKey, came: PartArrived) -> Sequence[Sequence[float]] | None:
         """Buckets of a part are here; returns their `norms`, and keeps the part when it is whole.
 
-        One that was sent before is freed instead (None): the first one may count already.
+        Of one that is whole already nothing more is taken (None): the first one may count already.
         """
-        if came.part is not None and key in self._parts:
+        if key in self._parts:
             came.free()
             return None
         if came.part is not None:

@@ -526,14 +526,18 @@ class StoreLinks(ABC, Generic[Own]):
         return True
 
     def take(self, key: PartKey, came: Own) -> Own | None:
-        """Buckets of a part have come to this process; returns the last of these once all are everywhere."""
-        pending = self._pending.setdefault(key, Pending(came.fragment))
-        if came.part is not None:
-            pending.own = came
+        """Buckets of a part have come to this process; returns the last of these once all are everywhere.
+
+        Of one that is sent again nothing is taken.
+        """
         with self._replica.meter("apply"):
             norms = self.own.take(key, came)
-        if norms is not None:
-            pending.take(came.bucket, norms)
+        if norms is None:
+            return None
+        pending = self._pending.setdefault(key, Pending(came.fragment))
+        pending.take(came.bucket, norms)
+        if came.part is not None:
+            pending.own = came
         return pending.own if self._has_all_norms(pending) else None
 
     def collect(self, key: PartKey, told: NormsArrived) -> Own | None:

@@ -1,5 +1,6 @@
 """The coordinator's side of stores on other machines, with sessions that only remember what was sent."""
 
+import dataclasses
 import logging
 import time
 from dataclasses import dataclass, field
@@ -165,10 +166,10 @@ def test_a_store_that_is_ready_and_says_nothing_is_silent_until_it_speaks() -> N
     assert stores.are_silent(time.monotonic() + 700)
 
 
-def pushed(stores: HostedStores) -> Pushed:
+def pushed(stores: HostedStores, value: float = 0.0) -> Pushed:
     """The server's own part of a push."""
     place = place_of(stores._replica.buckets, stores.own_span)
-    gradient = torch.zeros_like(stores._replica.params[place])
+    gradient = torch.full_like(stores._replica.params[place], value)
     return Pushed(
         session_id=0,
         of=0,
@@ -201,6 +202,21 @@ def test_a_part_counts_only_in_the_name_of_who_sent_it() -> None:
     first, last = (stores.collect(honest, part) for part in parts)
     assert first is None
     assert last is own
+
+
+def test_a_part_that_is_sent_again_counts_as_it_was_sent_first() -> None:
+    stores = spread()
+    ready(stores)
+    lease = LeaseKey(incarnation="here", epoch=0, start=0, stop=10, grant=1)
+    key, own, again = PartKey(instance="a" * 8, of=lease), pushed(stores), pushed(stores, 1.0)
+    for came in (own, again, dataclasses.replace(again, part=None)):
+        assert stores.take(key, came) is None
+    assert again.part is not None
+    cast("Mock", again.part.free).assert_called_once()
+    first, last = (stores.collect(key, norms_of(stores, each, key)) for each in (1, 2))
+    assert first is None
+    assert last is own
+    assert stores._pending[key].row(0)[: len(stores.own_span)] == [0.0] * len(stores.own_span)
 
 
 def slice_of(stores: HostedStores, span: range, version: int) -> list[tuple[State, memoryview]]:
