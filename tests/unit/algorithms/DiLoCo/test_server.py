@@ -15,7 +15,7 @@ from smolcluster.algorithms.DiLoCo.outer import new_outer
 from smolcluster.algorithms.DiLoCo.outer_links import new_stores
 from smolcluster.algorithms.DiLoCo.peers import LEAST_PATIENCE_S, Peer
 from smolcluster.algorithms.DiLoCo.rounds import Round, SyncBeginning
-from smolcluster.algorithms.DiLoCo.server import LONGEST_SILENCE_S, Server, new_beginning
+from smolcluster.algorithms.DiLoCo.server import Server, new_beginning
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.server.store import Part
 from smolcluster.server.store_links import NormsArrived
@@ -98,8 +98,9 @@ def test_who_is_late_with_a_change_takes_part_again_when_it_has_sent_all_of_it()
         came = DeltaArrived(
             session_id=1, of=1, fragment=0, bucket=0, values=values, part=part, buffers={}
         )
+        before = time.monotonic()
         Server.on_part(server, peer, key, came)
-        assert time.monotonic() - peer.progressed_at < LONGEST_SILENCE_S / 2
+        assert peer.progressed_at >= before
         assert peer.is_stalled == (part is None)
     free.assert_called_once_with()
     server.send_weights.assert_called_once_with(peer)
