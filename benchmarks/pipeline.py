@@ -403,7 +403,10 @@ def unequal(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         found = measure(case, max(1, arguments.steps // 3))
         predicted_s = predict(problem, ranges).step_s
         yield found | {
-            **{"kind": kind, "predicted_s": predicted_s, "best_s": best_s, "cut": str(ranges)},
+            "kind": kind,
+            "predicted_s": predicted_s,
+            "best_s": best_s,
+            "cut": str(ranges),
             "predicted_share": predicted_s / found["measured_s"],
         }
 

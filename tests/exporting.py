@@ -9,8 +9,11 @@ from smolcluster.utils.meter import PHASES, Meter
 
 NOW = instant(1_790_000_000.0)
 GPU: Readings = {
-    **{"utilization": 0.875, "memory_bytes": 12.5e9, "memory_size_bytes": 80e9},
-    **{"temperature_c": 61.0, "power_w": 240.5},
+    "utilization": 0.875,
+    "memory_bytes": 12.5e9,
+    "memory_size_bytes": 80e9,
+    "temperature_c": 61.0,
+    "power_w": 240.5,
 }
 METER = Meter(
     seconds=[0.5 + index for index, _ in enumerate(PHASES)],

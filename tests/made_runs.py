@@ -70,9 +70,17 @@ class MadeRun:
 
     def started(self, **changes: object) -> None:
         values: dict[str, object] = {
-            **{"run_id": self.paths.run_id, "algorithm": "edp", "node": "mini1"},
-            **{"num_workers": 3, "num_epochs": 2, "train_samples": 1600, "batch_size": BATCH},
-            **{"codec": "fp32", "dataset": "digits", "model": "SimpleNN", "num_params": 9610},
+            "run_id": self.paths.run_id,
+            "algorithm": "edp",
+            "node": "mini1",
+            "num_workers": 3,
+            "num_epochs": 2,
+            "train_samples": 1600,
+            "batch_size": BATCH,
+            "codec": "fp32",
+            "dataset": "digits",
+            "model": "SimpleNN",
+            "num_params": 9610,
         }
         self._algorithm = str(changes.get("algorithm", self._algorithm))
         self.event(RunStarted.model_validate(values | changes))
@@ -181,8 +189,14 @@ def summary_of(run_id: str = "edp-1", **changes: object) -> Summary:
 def worker_status(rank: int, **changes: object) -> WorkerStatus:
     """A worker that is there."""
     values: dict[str, object] = {
-        **{"rank": rank, "node": NODES[rank], "state": "joined", "device": "cpu (1 thread)"},
-        **{"step": 99, "samples": 640, "samples_per_s": 64.0, "last_seen": instant(BEGAN + 9)},
+        "rank": rank,
+        "node": NODES[rank],
+        "state": "joined",
+        "device": "cpu (1 thread)",
+        "step": 99,
+        "samples": 640,
+        "samples_per_s": 64.0,
+        "last_seen": instant(BEGAN + 9),
     }
     return WorkerStatus.model_validate(values | changes)
 

@@ -38,11 +38,21 @@ def test_a_wrong_value_is_refused_where_it_is_assigned(name: str, value: object)
 def test_the_seed_s_environment_is_understood() -> None:
     """The block of exports of seed 000, as it stands there."""
     exported = {
-        **{"DATA_PARALLEL": "1", "MODEL_PARALLEL": "0", "PIPELINE_PARALLEL": "0"},
-        **{"TENSOR_PARALLEL": "0", "MICRO_BATCHES": "4", "TENSOR_PARALLEL_SIZE": "2"},
-        **{"ACT_TIMEOUT_SEC": "60", "ACK_TIMEOUT_SEC": "30", "RESENDS_MAX": "3"},
-        **{"RESEND_PROBE_SEC": "5", "ALLOW_ACT_REUSE": "0", "ACT_CACHE_STEPS": "256"},
-        **{"COMPACT_LOG": "1", "LOG_STEP_EVERY": "100", "LOG_ACT": "0"},
+        "DATA_PARALLEL": "1",
+        "MODEL_PARALLEL": "0",
+        "PIPELINE_PARALLEL": "0",
+        "TENSOR_PARALLEL": "0",
+        "MICRO_BATCHES": "4",
+        "TENSOR_PARALLEL_SIZE": "2",
+        "ACT_TIMEOUT_SEC": "60",
+        "ACK_TIMEOUT_SEC": "30",
+        "RESENDS_MAX": "3",
+        "RESEND_PROBE_SEC": "5",
+        "ALLOW_ACT_REUSE": "0",
+        "ACT_CACHE_STEPS": "256",
+        "COMPACT_LOG": "1",
+        "LOG_STEP_EVERY": "100",
+        "LOG_ACT": "0",
     }
     assert set(exported) == set(VARIABLES)
     config = DistributedConfig.from_env(exported, num_workers=3)

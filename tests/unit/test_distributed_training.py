@@ -63,7 +63,10 @@ def test_where_rank_0_is() -> None:
 
 
 TORCHRUN = {
-    **{"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "4000"},
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "node1",
+    "MASTER_PORT": "4000",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
 

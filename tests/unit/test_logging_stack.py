@@ -171,7 +171,10 @@ def test_alloy_gives_the_same_labels() -> None:
         if found := re.search(expression, "/me/runs/edp-1/logs/worker-rank12-mini2.log"):
             of_a_file |= found.groupdict()
     assert of_a_file == {
-        **{"run": "edp-1", "host": "worker-rank12-mini2", "component": "worker", "rank": "12"}
+        "run": "edp-1",
+        "host": "worker-rank12-mini2",
+        "component": "worker",
+        "rank": "12",
     }
     assert 'sys.env("LOKI_URL")' in text
 

@@ -62,8 +62,15 @@ COLORS = MappingProxyType({"lr": GREEN, "samples_per_s": INK, "staleness": PURPL
 RUN_COLORS = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, INK, GREY)
 VARIABLES = MappingProxyType(
     {
-        **{BLUE: "blue", ORANGE: "orange", GREEN: "green", VERMILION: "red", PURPLE: "purple"},
-        **{INK: "ink", FAINT: "hair", GREY: "grey", "#FFFFFF": "page"},
+        BLUE: "blue",
+        ORANGE: "orange",
+        GREEN: "green",
+        VERMILION: "red",
+        PURPLE: "purple",
+        INK: "ink",
+        FAINT: "hair",
+        GREY: "grey",
+        "#FFFFFF": "page",
     }
 )
 """What a page calls our colours, which are others on a dark screen."""

@@ -240,8 +240,12 @@ class ProcessSeries:
             for name, own in self.totals.items()
         }
         return {
-            **{"role": self.role, "rank": self.rank, "node": self.node, "last_s": self.last_s},
-            **{"points": thinner.document(t0), "totals": totals},
+            "role": self.role,
+            "rank": self.rank,
+            "node": self.node,
+            "last_s": self.last_s,
+            "points": thinner.document(t0),
+            "totals": totals,
         }
 
     def load(self, document: Mapping[str, Any], t0: float) -> None:
@@ -281,7 +285,10 @@ class Series:
         """The content of the file; of processes as many points as there is room for."""
         t0 = self.steps.buckets[0].t if self.steps.buckets else 0.0
         whole: dict[str, Any] = {
-            **{"version": 1, "metrics_nbytes": metrics_nbytes, "starts": self.starts, "t0": t0},
+            "version": 1,
+            "metrics_nbytes": metrics_nbytes,
+            "starts": self.starts,
+            "t0": t0,
             "samples_applied": self._samples,
             "steps": self.steps.document(t0),
             "evaluations": self.evaluations.document(t0),

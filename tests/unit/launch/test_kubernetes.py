@@ -171,11 +171,13 @@ def core_parts(document: Json) -> Iterator[Json]:
 
 def objects(kind: str, **keys: Any) -> list[Json]:
     told = {
-        **{"image": "me/smolcluster:1", "nodes": 2, "claim": "runs", "queue": "team", "gpus": 2},
-        **{
-            "secrets": {"WANDB_API_KEY": "keys/wandb", "MESH_SECRET": "mesh/secret"},
-            "env": {"NCCL_DEBUG": "INFO"},
-        },
+        "image": "me/smolcluster:1",
+        "nodes": 2,
+        "claim": "runs",
+        "queue": "team",
+        "gpus": 2,
+        "secrets": {"WANDB_API_KEY": "keys/wandb", "MESH_SECRET": "mesh/secret"},
+        "env": {"NCCL_DEBUG": "INFO"},
         **keys,
     }
     return manifests(JOB, KubernetesConfig.model_validate({"kind": kind, **told}))

@@ -82,8 +82,10 @@ def test_microbatches_divide_the_batch() -> None:
 
 def test_machines_without_a_way_reach_each_other_by_a_third() -> None:
     links = {
-        **{("a", "s"): Link(100, 1), ("s", "a"): Link(50, 2)},
-        **{("b", "s"): Link(10, 3), ("s", "b"): Link(80, 4)},
+        ("a", "s"): Link(100, 1),
+        ("s", "a"): Link(50, 2),
+        ("b", "s"): Link(10, 3),
+        ("s", "b"): Link(80, 4),
     }
     assert relayed([("a", "b")], links) == {("a", "b"): Link(80, 5), ("b", "a"): Link(10, 5)}
     assert relayed([("a", "c")], links)["a", "c"] == NO_WAY

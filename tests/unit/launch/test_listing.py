@@ -163,16 +163,18 @@ def test_json_has_a_shape_to_rely_on(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert runs(as_json=True) == 0
     assert json.loads(capsys.readouterr().out) == [
         {
-            **{"run_id": "b", "algorithm": "syncps", "state": "ended", "is_alive": False},
-            **{
-                "steps": 1000,
-                "loss": 0.125,
-                "loss_is": "mean of the last epoch",
-                "val_loss": None,
-                "wall_s": 75.0,
-                "nodes": [],
-            },
-            **{"began_at": "1970-01-01T00:00:10.000Z", "as_of": None},
+            "run_id": "b",
+            "algorithm": "syncps",
+            "state": "ended",
+            "is_alive": False,
+            "steps": 1000,
+            "loss": 0.125,
+            "loss_is": "mean of the last epoch",
+            "val_loss": None,
+            "wall_s": 75.0,
+            "nodes": [],
+            "began_at": "1970-01-01T00:00:10.000Z",
+            "as_of": None,
         }
     ]
 

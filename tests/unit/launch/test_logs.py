@@ -353,8 +353,13 @@ def test_json_has_a_shape_to_rely_on(local: RunPaths, capsys: pytest.CaptureFixt
     lines = [json.loads(line) for line in shown(local, capsys, as_json=True)]
     assert [line["message"] for line in lines] == ["up", "joined", "careful", "bad"]
     assert lines[1] == {
-        **{"ts": "2026-09-21T14:13:21.000Z", "node": "pi5", "role": "worker", "rank": 0},
-        **{"level": "INFO", "message": "joined", "exception": None},
+        "ts": "2026-09-21T14:13:21.000Z",
+        "node": "pi5",
+        "role": "worker",
+        "rank": 0,
+        "level": "INFO",
+        "message": "joined",
+        "exception": None,
     }
 
 

@@ -87,7 +87,10 @@ def test_a_fact_that_hangs_fails_alone(monkeypatch: pytest.MonkeyPatch, programs
     put_program(programs / "date", f"echo $(($({shutil.which('date')} +%s) + 6))")
     found = found_on(node_checks(), "disk", "memory", "secret", "clock")
     assert {name: each.state for name, each in found.items()} == {
-        **{"disk": "fail", "memory": "ok", "secret": "ok", "clock": "warn"}
+        "disk": "fail",
+        "memory": "ok",
+        "secret": "ok",
+        "clock": "warn",
     }
     assert found["disk"].what == "no answer within 8 s"
 

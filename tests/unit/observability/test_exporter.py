@@ -67,8 +67,13 @@ def test_the_server_tells_how_the_run_stands() -> None:
     series = scraped(collector(a_status(step=120)))
     assert value(series, "run_info", run="r1", algorithm="edp") == 1
     expected = {
-        **{"step": 120, "samples_applied": 12_000, "samples_target": 40_000, "loss": 0.25},
-        **{"validation_accuracy": 0.9, "learning_rate": 0.001, "staleness_bound_steps": 8},
+        "step": 120,
+        "samples_applied": 12_000,
+        "samples_target": 40_000,
+        "loss": 0.25,
+        "validation_accuracy": 0.9,
+        "learning_rate": 0.001,
+        "staleness_bound_steps": 8,
     }
     assert {name: value(series, name) for name in expected} == expected
 
@@ -77,7 +82,9 @@ def test_the_server_tells_of_each_worker() -> None:
     series = scraped(collector(a_status()))
     assert value(series, "worker_up", rank="1", node="win") == 0
     expected = {
-        **{"worker_up": 1, "worker_silent_seconds": 0.5, "link_round_trip_seconds": 0.004},
+        "worker_up": 1,
+        "worker_silent_seconds": 0.5,
+        "link_round_trip_seconds": 0.004,
         "codec_ratio": 3.9,
     }
     assert {name: value(series, name, rank="0", node="pi5") for name in expected} == expected

@@ -42,8 +42,14 @@ def step_of(number: int, loss: float, incarnation: str = "a") -> dict[str, Any]:
 def report_of(number: int, rank: int) -> dict[str, Any]:
     values = {"samples_per_s": 1.5 * number, "cpu": 0.123456, "memory_bytes": 1e9 + number}
     return {
-        **{"ts": utc_timestamp(1000.0 + number), "kind": "worker", "incarnation": "a"},
-        **{"step": number, "rank": rank, "node": f"n{rank}", "gpu/utilization": 0.987654, **values},
+        "ts": utc_timestamp(1000.0 + number),
+        "kind": "worker",
+        "incarnation": "a",
+        "step": number,
+        "rank": rank,
+        "node": f"n{rank}",
+        "gpu/utilization": 0.987654,
+        **values,
     }
 
 

@@ -67,7 +67,8 @@ class Nvml(SimpleNamespace):
         }
         asked_with = {
             **dict.fromkeys(answers, ("handle",)),
-            **{"nvmlInit": (), "nvmlDeviceGetHandleByUUID": (f"GPU-{UUID}",)},
+            "nvmlInit": (),
+            "nvmlDeviceGetHandleByUUID": (f"GPU-{UUID}",),
             "nvmlDeviceGetTemperature": ("handle", 0),
         }
 
@@ -157,8 +158,10 @@ def test_a_watch_without_a_gpu_ends_and_tells_nothing(install: Callable[..., Nvm
 def test_what_no_gpu_can_have_is_left_out() -> None:
     """Drivers say -1 or 2^64 - 1 where they know nothing, which no report could carry."""
     read: Readings = {
-        **{"utilization": 0.5, "memory_bytes": 18446744071562067968.0},
-        **{"temperature_c": -1.0, "power_w": float("nan")},
+        "utilization": 0.5,
+        "memory_bytes": 18446744071562067968.0,
+        "temperature_c": -1.0,
+        "power_w": float("nan"),
     }
     assert read_once(lambda: lambda: read).newest() == {"utilization": 0.5}
 

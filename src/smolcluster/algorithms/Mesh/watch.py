@@ -340,9 +340,8 @@ class Watch:
             looked = now
             if (ended := self._look()) is not None:
                 self._own = ended
-                self._known.wait(
-                    3 * BEAT_S
-                )  # until it is written, unless a rank has said why it ends
+                # until it is written, unless a rank has said why it ends
+                self._known.wait(3 * BEAT_S)
                 self._fail(ended)
             elif now - self._answered > self._patience_s:
                 self._fail(Failure(0, "", "the store, which is rank 0's, does not answer"))
@@ -361,9 +360,8 @@ class Watch:
         if self._known.is_set():
             return
         self.failure = failure
-        if (
-            failure != self._own or not failure.stack
-        ):  # its own error is what this process ends with
+        # with its own error this process ends
+        if failure != self._own or not failure.stack:
             told = {"stack": failure.stack} if failure.stack else {"stacks": stacks()}
             self._log.debug("%s", failure, extra=told)  # what ends the process says it aloud
         self._on_failure(failure)

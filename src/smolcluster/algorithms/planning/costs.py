@@ -16,8 +16,12 @@ from smolcluster.configs.spec import AlgorithmSpec
 
 FLOAT_NBYTES = 4
 VALUE_NBYTES: Mapping[str, float] = {
-    **{"fp32": 4, "bf16": 2, "fp16": 2},
-    **{"int8": 1 + 4 / 256, "int4": 1 / 2 + 2 / 64, "topk": (1 / 2 + 2 / 64 + 12 / 8) / 64},
+    "fp32": 4,
+    "bf16": 2,
+    "fp16": 2,
+    "int8": 1 + 4 / 256,
+    "int4": 1 / 2 + 2 / 64,
+    "topk": (1 / 2 + 2 / 64 + 12 / 8) / 64,
 }
 """Bytes of an encoded value; scales take 4 bytes for 256 or 2 for 64, the indices of `topk` 12 bits each."""
 NUM_MOMENTS = {"sgd": 0, "Adafactor": 0} | dict.fromkeys(

@@ -298,8 +298,12 @@ class LogView:
     def _print_json(source: LaunchedProcess, line: LogLine) -> None:
         values = {
             "ts": utc_timestamp(line.seconds),
-            **{"node": source.node, "role": source.role, "rank": source.rank},
-            **{"level": line.level, "message": line.message, "exception": line.exception or None},
+            "node": source.node,
+            "role": source.role,
+            "rank": source.rank,
+            "level": line.level,
+            "message": line.message,
+            "exception": line.exception or None,
         }
         sys.stdout.write(json.dumps(values) + "\n")  # in ASCII, which any terminal can show
         sys.stdout.flush()

@@ -27,8 +27,14 @@ from smolcluster.utils.words import as_command, write_json
 
 WATCH_S = 2.0
 STYLES = {
-    **{"running": "green", "ended": "", "gone": "red", "unreachable": "yellow", "unknown": ""},
-    **{"training": "green", "failed": "red", "broken off": "red"},
+    "running": "green",
+    "ended": "",
+    "gone": "red",
+    "unreachable": "yellow",
+    "unknown": "",
+    "training": "green",
+    "failed": "red",
+    "broken off": "red",
 }
 
 

@@ -50,8 +50,11 @@ def outcome_of(view: View) -> Outcome:
         samples, wall_s = told["samples_applied"], told["wall_s"]
         values |= {name: value for name, value in told.items() if name.startswith(PREFIX)}
         values |= {
-            **{"train_loss": told["loss"], "is_last_step": told["loss_is"] == LAST_STEP},
-            **{"steps": told["step"], "samples": samples, "wall_s": wall_s},
+            "train_loss": told["loss"],
+            "is_last_step": told["loss_is"] == LAST_STEP,
+            "steps": told["step"],
+            "samples": samples,
+            "wall_s": wall_s,
             "samples_per_s": samples / wall_s if wall_s else None,
         }
         if workers := view.workers:

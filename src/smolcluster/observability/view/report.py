@@ -65,8 +65,10 @@ def report_of(read: Snapshot) -> RunReport:
     if read.is_full:
         values |= {"trouble": no_space_on(read.seen[0].node if read.seen else "its machine")}
     values |= {
-        **{"run_id": read.paths.run_id, "algorithm": read.algorithm},
-        **{"state": state, "processes": _processes(read)},
+        "run_id": read.paths.run_id,
+        "algorithm": read.algorithm,
+        "state": state,
+        "processes": _processes(read),
     }
     known = {
         name: value
@@ -121,7 +123,9 @@ def _ranks(
         starter, stats = by_node.get(rank.node, starters[0]), rank.process_stats
         live = _live(stats.get("samples_per_s"), rank.silent_s(now), stats)
         values: dict[str, object] = {
-            **{"role": "rank", "rank": rank.rank, "node": rank.node},
+            "role": "rank",
+            "rank": rank.rank,
+            "node": rank.node,
             "peak_bytes": _below(PEAK, stats),
             **(live if _goes_on(starter, status) else {}),
             **({} if status.is_over else {"process_stats": stats}),

@@ -195,7 +195,8 @@ class View:
             state = standing(self.snapshot, self.story.started, self.series, self._age_s())
             return {
                 **state,
-                **{"num_workers": self.num_workers, "problems": self.problems},
+                "num_workers": self.num_workers,
+                "problems": self.problems,
                 "versions": self.versions,
             }
 

@@ -304,13 +304,16 @@ def test_who_has_forgotten_that_the_server_relays_hears_of_it_again(
 ) -> None:
     """The lower one has measured a link to somebody else between two plans, the higher one has not."""
     low, high = made = stages(2)
+    servers = []
     for each, other in ((low, high), (high, low)):
         heard = partial(other.links.relayed, each.known.instance)
-        each.links._server = Mock(send=lambda _, heard=heard: heard())
+        each.links._server = Mock(send=Mock(side_effect=lambda _, heard=heard: heard()))
+        servers.append(each.links._server)
     monkeypatch.setattr(Node, "dial_session", Mock(side_effect=ConnectTimeout("a firewall")))
     connect(made)
     low.links.connect(low.route((), (0,), attempt=2), DEADLINE_S)
     connect(made, attempt=3)
+    assert [each.send.call_count for each in servers] == [0, 2]
 
 
 def test_a_thing_that_cannot_travel_ends_the_attempt(stages: MakeStages) -> None:

@@ -37,8 +37,12 @@ def test_what_came_of_runs_and_the_settings_that_differ_are_side_by_side(tmp_pat
     runs = two(tmp_path)
     rows = rows_of(*runs)
     same = {
-        **{"training loss": "0.0213", "validation loss": "0.0345", "steps": "100"},
-        **{"samples/s on average": "320", "workers lost": "1", "mean staleness": "0.68"},
+        "training loss": "0.0213",
+        "validation loss": "0.0345",
+        "steps": "100",
+        "samples/s on average": "320",
+        "workers lost": "1",
+        "mean staleness": "0.68",
         "received": "5.7 MB",
     }
     assert {name: rows[name] for name in same} == {name: [said] * 2 for name, said in same.items()}
@@ -55,16 +59,23 @@ def test_json_has_a_shape_to_rely_on(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert document["settings"] == {"learning_rate": ["0.003", "0.007"]}
     assert document["problems"] == []
     assert document["runs"][1] == {
-        **{"run_id": "two", "algorithm": "edp", "state": "ended", "train_loss": 0.0213},
-        **{
-            "is_last_step": False,
-            "val_loss": 0.0345,
-            "val_accuracy": 0.975,
-            "val_perplexity": None,
-        },
-        **{"steps": 100, "samples": 3200, "wall_s": 10.0, "samples_per_s": 320.0},
-        **{"received_bytes": 5_678_000, "sent_bytes": 1_234_000, "num_workers": 3},
-        **{"num_workers_lost": 1, "mean_staleness": pytest.approx(0.675)},
+        "run_id": "two",
+        "algorithm": "edp",
+        "state": "ended",
+        "train_loss": 0.0213,
+        "is_last_step": False,
+        "val_loss": 0.0345,
+        "val_accuracy": 0.975,
+        "val_perplexity": None,
+        "steps": 100,
+        "samples": 3200,
+        "wall_s": 10.0,
+        "samples_per_s": 320.0,
+        "received_bytes": 5_678_000,
+        "sent_bytes": 1_234_000,
+        "num_workers": 3,
+        "num_workers_lost": 1,
+        "mean_staleness": pytest.approx(0.675),
     }
 
 

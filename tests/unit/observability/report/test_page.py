@@ -463,7 +463,9 @@ def test_a_mesh_has_a_table_of_ranks(tmp_path: Path) -> None:
     page = report_of(run)
     assert page.words("workers").startswith("Ranks")
     assert page.row("workers", "rank 1 (a)") == {
-        **{"rank": "rank 1 (a)", "mean step": "250 ms", "CPU cores": "0.50"},
+        "rank": "rank 1 (a)",
+        "mean step": "250 ms",
+        "CPU cores": "0.50",
         "most memory": "1.5 GB",
     }
     assert f"mesh · SimpleNN (9,610 parameters) · on digits · 2 ranks: {grid}" in page.words("head")

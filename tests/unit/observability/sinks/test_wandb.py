@@ -111,8 +111,11 @@ def wandb_sink(
     return WandbSink(
         tmp_path / "run",
         {
-            **{"project": "digits", "group": "edp-1", "name": "EDP-server-mini1_lr0.001_bs32"},
-            **{"job_type": "server", "config": {"model": {"hidden": 128}}},
+            "project": "digits",
+            "group": "edp-1",
+            "name": "EDP-server-mini1_lr0.001_bs32",
+            "job_type": "server",
+            "config": {"model": {"hidden": 128}},
         },
         warn=warnings.append,
         environ=environ,

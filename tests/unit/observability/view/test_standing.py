@@ -53,8 +53,14 @@ def broken_off(run: MadeRun) -> None:
         (
             lambda run: killed_run(run.paths.root.parent),
             {
-                **{"state": "ended", "is_over": True, "is_old": False, "model": "SimpleNN"},
-                **{"step": 120, "total_steps": 400, "wall_s": 60.0, "eta_s": None},
+                "state": "ended",
+                "is_over": True,
+                "is_old": False,
+                "model": "SimpleNN",
+                "step": 120,
+                "total_steps": 400,
+                "wall_s": 60.0,
+                "eta_s": None,
             },
         ),
         (summary_alone, {"state": "ended", "step": 100, "loss": 0.0213, "is_over": True}),

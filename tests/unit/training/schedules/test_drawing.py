@@ -17,8 +17,12 @@ def test_a_row_for_each_span() -> None:
     rows = list(csv.DictReader(io.StringIO(csv_of(timeline()))))
     assert len(rows) == 2 * 3 * 3 + 2 * 3
     assert rows[0] == {
-        **{"lane": "rank 0", "op": "F", "microbatch": "0", "stage": "0"},
-        **{"start_s": "0", "end_s": "1"},
+        "lane": "rank 0",
+        "op": "F",
+        "microbatch": "0",
+        "stage": "0",
+        "start_s": "0",
+        "end_s": "1",
     }
     sent = next(row for row in rows if row["lane"] == "link 0>1")
     assert (sent["start_s"], sent["end_s"]) == ("1", "1.5")

@@ -31,13 +31,22 @@ MIN_NEWS = 3
 WIDE = 110
 """From so many columns on there is more space between those of the table, and curves lie side by side."""
 NEWS_STYLES = {
-    **{"worker_joined": "green", "worker_left": "yellow", "worker_lost": "red"},
+    "worker_joined": "green",
+    "worker_left": "yellow",
+    "worker_lost": "red",
     "worker_stalled": "yellow",
-    **{"worker_rejected": "yellow", "lease_returned": "dim", "push_dropped": "dim"},
-    **{"step_overdue": "yellow", "worker_parked": "yellow"},
-    **{"checkpoint_saved": "cyan", "run_resumed": "cyan"},
-    **{"run_started": "cyan", "run_ended": "bold"},
-    **{"WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"},
+    "worker_rejected": "yellow",
+    "lease_returned": "dim",
+    "push_dropped": "dim",
+    "step_overdue": "yellow",
+    "worker_parked": "yellow",
+    "checkpoint_saved": "cyan",
+    "run_resumed": "cyan",
+    "run_started": "cyan",
+    "run_ended": "bold",
+    "WARNING": "yellow",
+    "ERROR": "red",
+    "CRITICAL": "bold red",
 }
 LEVELS = {"WARNING": "WARN ", "ERROR": "ERROR ", "CRITICAL": "FATAL "}
 
