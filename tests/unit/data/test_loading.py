@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from PIL import Image
@@ -44,7 +45,7 @@ from smolcluster.data.permutation import epoch_permutation
 from smolcluster.data.prefetch import Prefetch
 from smolcluster.data.processes import Work, end_processes, start_processes
 from smolcluster.errors import ConfigError, DataError, UserCodeError
-from waiting import DEADLINE_S
+from waiting import DEADLINE_S, eventually
 
 SEED = 7
 
@@ -542,11 +543,9 @@ def test_processes_end_when_they_are_closed_whatever_they_do() -> None:
     with loading_ahead(Stuck(), num_workers=1) as prefetch:
         prefetch.want(torch.arange(4), Place(SEED, 0, 0))
         assert prefetch._processes is not None
-        processes = list(prefetch._processes._processes.values())
-        assert processes
-    for process in processes:
-        process.join(DEADLINE_S)
-        assert process.exitcode is not None
+        loading = list(prefetch._processes._processes)
+        assert loading
+    eventually(lambda: not any(map(psutil.pid_exists, loading)))
 
 
 def test_a_process_that_has_just_been_forked_ends_though_its_parent_handles_sigterm(
@@ -560,10 +559,9 @@ def test_a_process_that_has_just_been_forked_ends_though_its_parent_handles_sigt
             Work(Numbers(), partial(getattr, Numbers()), partial(getattr, Numbers()), SEED),
         )
         executor.submit(time.sleep, 600)
-        (process,) = executor._processes.values()
+        (loading,) = executor._processes
         end_processes(executor)
-        process.join(DEADLINE_S)
-        assert process.exitcode is not None
+        eventually(lambda: not psutil.pid_exists(loading))
     finally:
         signal.signal(signal.SIGTERM, before)
 
