@@ -46,9 +46,13 @@ SMALL_BUCKET = 8192
 
 
 def settings_for(*overrides: str, workers: int) -> Settings:
-    """The shipped digits, shortened; training starts when all workers are there."""
+    """The shipped digits, shortened; training starts when all workers are there.
+
+    No part is overdue before the test is, unless a `timeout` is set.
+    """
     short = (f"num_epochs={EPOCHS}", f"global_batch_size={BATCH}", f"min_workers={workers}")
-    return local_settings(*short, *overrides, workers=workers, algorithm="syncps")
+    patience = f"heartbeat_timeout_s={HEARTBEATS_PER_TIMEOUT * DEADLINE_S}"
+    return local_settings(*short, patience, *overrides, workers=workers, algorithm="syncps")
 
 
 def shares(*values: float) -> tuple[str, ...]:
@@ -526,13 +530,9 @@ def drifting(scene: Scene, alpha: float) -> dict[int, float]:
 def test_a_replica_that_drifted_is_blended_and_the_run_goes_on(
     tmp_path: Path, alpha: float
 ) -> None:
-    """The digests come with steps 12, 16, 20, ...; who asks waits here, so that the next step waits for it.
-
-    No part is overdue before the test is, so no step goes on without a worker that has asked.
-    """
-    patience = f"heartbeat_timeout_s={HEARTBEATS_PER_TIMEOUT * DEADLINE_S}"
+    """The digests come with steps 12, 16, 20 ...; who asks waits here, so that the next step waits for it."""
     rule = ("worker_update_interval=4", f"polyak_alpha={alpha}")
-    settings = settings_for(patience, *rule, *shares(0.5, 0.5), workers=2)
+    settings = settings_for(*rule, *shares(0.5, 0.5), workers=2)
     scene = Scene(settings, tmp_path)
     distance = drifting(scene, alpha)
     lines = scene.lines("differ")
