@@ -103,7 +103,7 @@ def local_settings(
     *overrides: str, workers: int = 3, train: str = "digits", algorithm: AlgorithmName = "edp"
 ) -> Settings:
     """What `--local` uses, on a free port."""
-    defaults = [f"port={free_port()}", "heartbeat_timeout_s=5", "empty_cluster_timeout_s=20"]
+    defaults = [f"port={free_port()}", "heartbeat_timeout_s=60", "empty_cluster_timeout_s=20"]
     return load_settings(
         algorithm,
         train,

@@ -57,7 +57,7 @@ def tiny_settings(
 ) -> Settings:
     """What `--local` uses to train a tiny GPT on a file."""
     places = [f"data.root={text}", *([] if runs is None else [f"runs_dir={runs}"])]
-    cluster = [f"port={free_port()}", "heartbeat_timeout_s=5", "empty_cluster_timeout_s=20"]
+    cluster = [f"port={free_port()}", "heartbeat_timeout_s=60", "empty_cluster_timeout_s=20"]
     return load_settings(
         "edp" if algorithm == "single" else algorithm,
         "stdlib",
