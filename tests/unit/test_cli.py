@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from pydantic_core import SchemaError
 
 import smolcluster
 from reading import fake_ssh
@@ -254,6 +255,7 @@ def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
         (PortBusy("port 65432 is taken"), 75, "error: port 65432 is taken"),
         (KeyboardInterrupt(), 130, "error: interrupted"),
         (typer.Abort(), 130, "error: interrupted"),
+        (SchemaError("Error building:\n  KeyboardInterrupt: "), 130, "error: interrupted"),
     ],
 )
 def test_what_goes_wrong_is_one_line_with_its_code(

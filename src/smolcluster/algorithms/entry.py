@@ -30,6 +30,7 @@ from smolcluster.utils.stopping import (
     heeded,
     interrupt,
     interrupt_once,
+    signals_as_raised,
 )
 
 Role = Literal["server", "worker", "store", "stage"]
@@ -104,7 +105,8 @@ def _code_of(body: Callable[[], None], *, stop_on_stdin_eof: bool, supervised: b
             signal.signal(signum, handler)
         if stop_on_stdin_eof:
             _end_with_launcher()
-        body()
+        with signals_as_raised():
+            body()
     except SmolclusterError as error:
         return _fail(str(error), error.exit_code)
     except (Ended, Interrupted) as end:

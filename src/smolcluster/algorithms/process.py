@@ -52,7 +52,7 @@ from smolcluster.utils.device import use_threads
 from smolcluster.utils.device_errors import device_error
 from smolcluster.utils.folders import checkout
 from smolcluster.utils.meter import Meter
-from smolcluster.utils.stopping import Ended, Interrupted
+from smolcluster.utils.stopping import Ended, Interrupted, signals_as_raised
 from smolcluster.wire.dialling import Address
 from smolcluster.wire.handshake import introduce
 from smolcluster.wire.messages import SESSION, STORE, Welcome, sets_of
@@ -89,7 +89,8 @@ def process_log(
         exc_info=args.exc_value,
     )
     try:
-        yield log
+        with signals_as_raised():
+            yield log
     except Interrupted as interrupt:
         log.logger.info("%s", interrupt)
         raise Ended(interrupt.exit_code) from None

@@ -20,7 +20,7 @@ from smolcluster.errors import SmolclusterError
 from smolcluster.utils.bugs import EXIT_CODE as BUG
 from smolcluster.utils.bugs import describe_bug
 from smolcluster.utils.replaced import say_what_replaces
-from smolcluster.utils.stopping import STOP_ON_STDIN_EOF
+from smolcluster.utils.stopping import STOP_ON_STDIN_EOF, signals_as_raised
 
 GROUPS = {
     "Run": ("launch", "train", "serve", "invite", "join", "attach", "stop", "resume"),
@@ -117,7 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] in (["launch"], ["train"], ["serve"]) and STOP_ON_STDIN_EOF not in arguments:
         say_what_replaces(os.environ)
     try:
-        code: int | None = app(args=arguments, prog_name="smolcluster", standalone_mode=False)
+        with signals_as_raised():
+            code: int | None = app(args=arguments, prog_name="smolcluster", standalone_mode=False)
         sys.stdout.flush()
     except SmolclusterError as error:
         return _fail(str(error), error.exit_code)

@@ -61,6 +61,7 @@ from smolcluster.training.checkpoint import Progress, TrainingState
 from smolcluster.training.evaluate import Evaluation
 from smolcluster.training.loop import StepTaken
 from smolcluster.utils.cadence import Cadence
+from smolcluster.utils.stopping import as_raised
 from smolcluster.wire.messages import LeaseKey, Logged, Telemetry
 
 OWN_STATS_EVERY_S = 1.0
@@ -590,7 +591,7 @@ def never_begun(run: RunConfig, error: BaseException, folder: Path) -> RunStatus
 
 def why_ended(error: BaseException, folder: Path | None = None) -> str:
     """Why a run was ended before its time; `folder`: the run's, in which its launcher may have said so."""
-    if not isinstance(error, Exception):
+    if not isinstance(as_raised(error), Exception):
         why = None if folder is None else why_asked(folder)
         return STOPPED if why is None else failed(why)
     kind = "" if isinstance(error, SmolclusterError) else f"{type(error).__name__}: "

@@ -1,6 +1,7 @@
 """Signals that ask a process to stop, at once or at the next good moment."""
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -32,6 +33,33 @@ class Interrupted(KeyboardInterrupt):
         super().__init__(f"stopped by {signal.Signals(signum).name}")
         self.exit_code = 128 + signum
         self.is_orderly = is_orderly
+
+
+_AS_TEXT = re.compile(r"\b(?:KeyboardInterrupt|Interrupted): (?:stopped by (SIG[A-Z]+))?$")
+
+
+def as_raised(error: BaseException) -> BaseException:
+    """What a signal has raised, where this error is that as text.
+
+    Such is what pydantic makes of it while it builds a schema, which it does as modules are imported.
+    """
+    found = _AS_TEXT.search(str(error))
+    return error if found is None else Interrupted(signal.Signals[found[1] or "SIGINT"])
+
+
+@contextmanager
+def signals_as_raised() -> Iterator[None]:
+    """Raise what a signal has raised in the block, as that and not as text.
+
+    Raises:
+        Interrupted: there was a signal.
+    """
+    try:
+        yield
+    except Exception as error:
+        if (raised := as_raised(error)) is not error:
+            raise raised from None
+        raise
 
 
 class Ended(BaseException):

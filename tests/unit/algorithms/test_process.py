@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from pydantic_core import SchemaError
 
 from connection_pairs import RUN
 from harness import SECRET, free_port, local_settings, summary_of
@@ -34,6 +35,7 @@ from smolcluster.errors import (
 )
 from smolcluster.runs.events import EpochFinished, read_events
 from smolcluster.runs.paths import RunPaths, create_run, latest_of
+from smolcluster.runs.status import read_status
 from smolcluster.runs.summary import Summary, read_summary
 from smolcluster.server.link import Participant, WorkerSetup
 from smolcluster.server.store_host import StoreSetup
@@ -223,6 +225,18 @@ def test_a_signal_ends_the_process_in_order(
     assert len(seen) == 1, "the algorithm can say goodbye"
     assert signum.name in str(server_log(run_files)[-1]["message"])
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_signal_that_pydantic_has_made_text_of_ends_the_process_in_order(
+    serve: Callable[..., int], run_files: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body(_: ServerContext) -> Summary:
+        raise SchemaError("Error building a validator:\n  Interrupted: stopped by SIGTERM")
+
+    assert serve(body) == 143
+    assert "bug" not in capsys.readouterr().err
+    assert server_log(run_files)[-1]["message"] == "stopped by SIGTERM"
+    assert read_status(run_files.status).word == "stopped"
 
 
 def test_a_server_makes_the_secret_that_is_not_there(

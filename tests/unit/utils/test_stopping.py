@@ -6,8 +6,16 @@ import threading
 from collections.abc import Callable
 
 import pytest
+from pydantic_core import SchemaError, SchemaValidator, core_schema
 
-from smolcluster.utils.stopping import SIGNALS, Interrupted, StopRequest, heeded, interrupt
+from smolcluster.utils.stopping import (
+    SIGNALS,
+    Interrupted,
+    StopRequest,
+    heeded,
+    interrupt,
+    signals_as_raised,
+)
 
 
 def handlers() -> list[object]:
@@ -16,6 +24,29 @@ def handlers() -> list[object]:
 
 def send(signum: int) -> None:
     os.kill(os.getpid(), signum)
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [(KeyboardInterrupt(), 130), (Interrupted(signal.SIGTERM), 143)],
+)
+def test_a_signal_while_pydantic_builds_a_schema_is_no_error(
+    raised: BaseException, code: int
+) -> None:
+    """What is raised meanwhile becomes text in an error of pydantic's."""
+
+    class Value:
+        def __repr__(self) -> str:
+            raise raised
+
+    schema = core_schema.list_schema(core_schema.literal_schema([Value()]))
+    with pytest.raises(SchemaError):
+        SchemaValidator(schema)
+    with pytest.raises(Interrupted) as caught, signals_as_raised():
+        SchemaValidator(schema)
+    assert caught.value.exit_code == code
+    with pytest.raises(ValueError, match="a KeyboardInterrupt is"), signals_as_raised():
+        raise ValueError("a KeyboardInterrupt is no error")
 
 
 @pytest.mark.parametrize(
