@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 from smolcluster.algorithms.planning.plan_file import PLAN
-from smolcluster.configs.load import find_config, read_config, read_yaml
+from smolcluster.configs.load import find_config, is_of_run, read_config
+from smolcluster.configs.resolve import checked_cluster
 from smolcluster.launch.diagram import Diagram, Form, drawn, of_cluster, of_hetero, of_plan
 from smolcluster.launch.find import find
 from smolcluster.launch.hetero.file import is_hetero, read_hetero
@@ -41,12 +42,16 @@ def diagram_of(source: str) -> Diagram:
             return of_hetero(read_hetero(path), path.stem)
         return of_plan(PLAN.read(path), path.stem)
     if path.suffix in (".yaml", ".yml"):
-        return of_cluster(read_config(find_config(source, "cluster"), "cluster"), path.stem)
+        return _of_configuration(find_config(source, "cluster"), path.stem)
     run = find(source)
     if (plan := run.plan).is_file():
         return of_plan(PLAN.read(plan), run.run_id)
-    content = read_yaml(run.config)
-    cluster = dict(content.get("cluster", content))
-    if cluster.get("shard_plan") == "auto":  # the default, which a run of any algorithm has
-        cluster["shard_plan"] = None
-    return of_cluster(cluster, run.run_id)
+    return _of_configuration(run.config, run.run_id)
+
+
+def _of_configuration(file: Path, title: str) -> Diagram:
+    """Of a cluster file, or of a run's `config.yaml`, in any shape in which it can be launched."""
+    cluster, _ = checked_cluster(read_config(file, "cluster"), str(file))
+    if cluster.get("shard_plan") == "auto" and is_of_run(file):
+        cluster["shard_plan"] = None  # the default, which a run of any algorithm has
+    return of_cluster(cluster, title)

@@ -80,6 +80,11 @@ def newest_step(paths: RunPaths) -> StepView:
     Raises:
         DataError: there is none, or the run is no pipeline.
     """
+    if not paths.plan.is_file():
+        raise DataError(
+            f"run {paths.run_id} has no plan of stages: --timeline draws a step of a pipeline; without it a "
+            "trace is written"
+        )
     plan = PLAN.read(paths.plan)
     names = list(dict.fromkeys(each.machine for each in plan.stages))
     links = [Boundary(each.forward_s, each.backward_s, each.latency_s) for each in plan.links]

@@ -7,6 +7,7 @@ import pytest
 
 from smolcluster.algorithms.planning.plan_file import PLAN, PlanFile, PlanLink, PlanStage
 from smolcluster.commands.diagram import diagram_of
+from smolcluster.configs.resolve import load_settings, save_resolved
 from smolcluster.errors import ConfigError, DataError
 from smolcluster.launch import diagram as module
 from smolcluster.launch.diagram import (
@@ -71,17 +72,34 @@ def test_a_cluster_file_is_a_star_and_a_plan_by_hand_a_chain_beside_it() -> None
     ]
 
 
+def test_a_plan_by_hand_is_seen_where_a_launch_sees_it(tmp_path: Path) -> None:
+    file = tmp_path / "home.yaml"
+    file.write_text(
+        "{host_ip: {mini1: 10.0.0.1, pi5: 10.0.0.1}, server: mini1, workers: [pi5], num_workers: 1, "
+        "pipeline: {shard_plan: {pi5: [0, 4]}}}"
+    )
+    assert diagram_of(str(file)).boxes[1] == ("pi5", "layers 0 to 3")
+    file.write_text("{server: mini1, workers: [pi5], shard_plans: auto}")
+    with pytest.raises(ConfigError, match="shard_plans"):
+        diagram_of(str(file))
+
+
 def test_a_run_shows_the_plan_that_it_keeps_or_else_its_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path))
     run = tmp_path / "pipeline-20260101-000000-abcd"
     run.mkdir()
-    (run / "config.yaml").write_text(
-        "cluster: {server: mini1, workers: [pi5, win], shard_plan: auto}\n"
-    )
-    assert diagram_of(run.name).boxes == (("mini1", "server"), ("pi5",), ("win",))
-    assert [(line.source, line.target) for line in diagram_of(run.name).lines] == [(1, 0), (2, 0)]
+    settings = load_settings("edp", "digits", environ={})
+    save_resolved(settings, run / "config.yaml")
+    server, *workers = diagram_of(run.name).boxes
+    assert server == ("mini1", "server", "port 65432")
+    assert workers == [(name,) for name in settings.cluster.workers]
+    assert [(line.source, line.target) for line in diagram_of(run.name).lines] == [
+        (1, 0),
+        (2, 0),
+        (3, 0),
+    ]
     PLAN.write(run / "plan.json", plan())
     assert diagram_of(run.name).boxes[1] == ("pi5", "layer 5")
 
