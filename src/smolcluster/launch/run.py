@@ -75,8 +75,6 @@ class Run(ABC):
         self._view = ProgressView(console, num_epochs=num_epochs)
         self._waiting: list[LaunchedProcess] = []
         """Workers that are there from before, and look for their server."""
-        self._before: RunStatus | None = None
-        """What the server wrote last before it was started."""
         self._newest_before: str | None = None
 
     def keep_what_waits(self, *, without: Collection[str] = ()) -> None:
@@ -167,6 +165,16 @@ class Run(ABC):
         self._paths.standing.unlink(missing_ok=True)
         close_window(self._launched.run_id)  # its panes show what has ended
 
+    def _note_what_was(self) -> None:
+        """Note which status the server has left, so that nobody takes that for its newest.
+
+        Raises:
+            LaunchError: its machine cannot be asked.
+        """
+        left = status_of(self._launched.server)
+        before = None if left is None else left.incarnation
+        self._launched = self._launched.model_copy(update={"before": before})
+
     def _end_outdated(self) -> None:
         for worker in self._waiting:
             if worker not in self._launched.workers and kill(worker) is Ending.REMAINS:
@@ -202,7 +210,7 @@ class Run(ABC):
             LaunchError: its machine cannot be asked.
         """
         status = status_of(self._launched.server)
-        is_old = status and self._before and status.incarnation == self._before.incarnation
+        is_old = status is not None and status.incarnation == self._launched.before
         return None if is_old else status
 
     @property

@@ -81,6 +81,7 @@ class RunInSessions(Run):
 
     def _begin_all(self, asked: Interrupts) -> None:
         """Return when all have joined or the run is over."""
+        self._note_what_was()
         write_launched(self._paths.launched, self._launched)
         self._start_server(asked)
         if not self._launched.is_job:
@@ -89,7 +90,6 @@ class RunInSessions(Run):
 
     def _start_server(self, asked: Interrupts) -> None:
         server = self._launched.server
-        self._before = status_of(self._launched.server)
         if server.scheduler is not None:
             self._begin(server)
             self.say(

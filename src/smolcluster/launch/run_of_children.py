@@ -19,7 +19,6 @@ from smolcluster.errors import ConfigError, LaunchError, Rejected, SmolclusterEr
 from smolcluster.launch.children import Child
 from smolcluster.launch.interrupts import Interrupts
 from smolcluster.launch.run import EndedBadly, Run, missing_workers
-from smolcluster.launch.sessions import status_of
 from smolcluster.launch.stop import StopResult
 from smolcluster.observability.terminal import COLOURS, displayable
 from smolcluster.observability.view.snapshot import measured
@@ -74,7 +73,7 @@ class RunOfChildren(Run):
             f"run {self._launched.run_id}: starting {what}; Ctrl-C stops them. "
             "Loading PyTorch takes each of them some seconds"
         )
-        self._before = status_of(self._launched.server)
+        self._note_what_was()
         self._metrics.poll()  # what it has done before is shown no more
         processes = self._launched.processes
         width = max(len(process.title) for process in processes)

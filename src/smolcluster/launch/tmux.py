@@ -292,13 +292,6 @@ def show_window(name: str) -> int:
     return subprocess.call(["tmux", verb, "-t", f"={name}"])  # noqa: S603, S607 - as the user has it
 
 
-def session_names() -> list[str]:
-    """The sessions of this machine; none where there is no tmux."""
-    with suppress(LaunchError):
-        return _tmux("list-sessions", "-F", "#{session_name}").stdout.split()
-    return []
-
-
 def _tmux(*arguments: str) -> Done:
     try:
         return run_here(["tmux", *arguments], timeout_s=TMUX_TIMEOUT_S)

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from smolcluster.configs.spec import algorithm_of_groups
 from smolcluster.runs.files import Follower, StampedLog, json_objects
 from smolcluster.runs.model_file import Measured, WithMetrics
+from smolcluster.runs.status import STOPPED
 from smolcluster.runs.tail import Tail
 
 
@@ -205,6 +206,13 @@ class RunEnded(_Event):
     steps: int
     samples_applied: int
 
+    @property
+    def word(self) -> Literal["ended", "stopped", "failed"]:
+        """How the run stands then."""
+        if self.ok:
+            return "ended"
+        return "stopped" if self.reason == STOPPED else "failed"
+
 
 MAX_FIRST_NBYTES = 64 * 1024
 
@@ -288,6 +296,13 @@ def first_start(path: Path) -> RunStarted | None:
     lines = Tail(path, max_piece_nbytes=MAX_FIRST_NBYTES).poll()
     events = (record.event for record in records_of(line.data for line in lines))
     return next((event for event in events if isinstance(event, RunStarted)), None)
+
+
+def last_end(path: Path) -> RunEnded | None:
+    """How the run has ended; None when its last event tells of no end."""
+    lines = [line.data for line in Tail.newest(path, MAX_FIRST_NBYTES).poll()]
+    last = next(records_of(reversed(lines)), None)
+    return last.event if last is not None and isinstance(last.event, RunEnded) else None
 
 
 def read_events(path: Path) -> list[EventRecord]:

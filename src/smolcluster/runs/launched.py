@@ -1,9 +1,11 @@
 """`launch.json`: which processes were started for a run, and where; kept on the machine that launched it."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
+import psutil
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, StringConstraints
 
 from smolcluster.configs.begun import remember
@@ -69,6 +71,17 @@ class LaunchedProcess(Process):
     pid: PositiveInt | None = None
     scheduler: Scheduler | None = None
 
+    @property
+    def lives_here(self) -> bool:
+        """Whether it is a process of this machine; numbers of processes are used again."""
+        if self.ssh is not None or not self.run_dir:
+            return False
+        folder, pid = Path(self.run_dir).expanduser(), self.pid
+        with suppress(OSError, ValueError, psutil.Error):
+            pid = pid or int((folder / "pids" / self.stem).read_text())
+            return folder.name in " ".join(psutil.Process(pid).cmdline())
+        return False
+
     def with_arguments(self, *arguments: str) -> "LaunchedProcess":
         return self.model_copy(update={"argv": (*self.argv, *arguments)})
 
@@ -86,6 +99,8 @@ class Launched(BaseModel):
     processes: Annotated[tuple[LaunchedProcess, ...], Field(min_length=1)]
     version: str = ""
     """In files of before: a digest of the code that its machines were brought."""
+    before: str | None = None
+    """The incarnation of the status that its server had left when it was started, if it goes on."""
     shippers: tuple[LaunchedProcess, ...] = ()
     """What ends with them: what brings their logs to Loki, one a machine, and what invites other machines."""
 

@@ -2,8 +2,11 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -216,27 +219,39 @@ def test_a_run_on_other_machines_lives_if_they_say_so(tmp_path: Path) -> None:
     assert living(tmp_path, gone) == []
 
 
-def test_a_run_of_this_machine_lives_as_long_as_its_sessions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launched_run(tmp_path, server(None), worker(0, "mini1", None, session="r1-worker1"))
-    monkeypatch.setattr(listing, "session_names", lambda: ["other", "r1-worker1"])
-    assert [paths.run_id for paths in living(tmp_path)] == ["r1"]
-    monkeypatch.setattr(listing, "session_names", lambda: ["other"])
+@contextmanager
+def session(run_dir: Path, stem: str) -> Iterator[None]:
+    """A process of the run `r1` as its session starts it."""
+    program = "import time; time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", program, run_dir.name]) as process:
+        write(run_dir / "pids" / stem, f"{process.pid}\n")
+        yield
+        process.kill()
+
+
+def test_a_run_of_this_machine_lives_as_long_as_its_sessions(tmp_path: Path) -> None:
+    folder = tmp_path / "r1"
+    own = worker(0, "mini1", None, str(folder))
+    launched_run(tmp_path, server(None, str(folder)), own)
+    with session(folder, own.stem):
+        assert [paths.run_id for paths in living(tmp_path)] == ["r1"]
     assert living(tmp_path) == []
+    write(folder / "pids" / own.stem, f"{os.getpid()}\n")
+    assert living(tmp_path) == [], "it is the number of another process now"
 
 
 def test_a_run_whose_server_is_elsewhere_stands_as_that_says_while_a_worker_lives_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    launched_run(tmp_path, server(), worker(0, "laptop", None, session="r1-worker1"))
-    monkeypatch.setattr(listing, "session_names", lambda: ["r1-worker1"])
-    alive, _ = answering("running", status=status_of())
-    [run] = listed(tmp_path, alive)
-    assert (run.state, run.steps, run.is_alive) == ("training", 120, True)
-    silent, _ = answering()
-    [run] = listed(tmp_path, silent)
-    assert (run.state, run.is_alive) == ("training", True), "as it was heard last"
+    own = worker(0, "laptop", None, str(tmp_path / "r1"))
+    launched_run(tmp_path, server(), own)
+    with session(tmp_path / "r1", own.stem):
+        alive, _ = answering("running", status=status_of())
+        [run] = listed(tmp_path, alive)
+        assert (run.state, run.steps, run.is_alive) == ("training", 120, True)
+        silent, _ = answering()
+        [run] = listed(tmp_path, silent)
+        assert (run.state, run.is_alive) == ("training", True), "as it was heard last"
 
 
 def test_damaged_files_hide_no_run(tmp_path: Path) -> None:

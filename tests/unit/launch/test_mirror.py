@@ -2,14 +2,18 @@
 
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from made_runs import MadeRun
 from reading import fake_ssh, launched_run, log_line, server, status_of, worker, write
+from smolcluster.errors import DataError
+from smolcluster.launch.host import Host
 from smolcluster.launch.watch import mirror as mirroring
 from smolcluster.launch.watch.mirror import Mirror
 from smolcluster.launch.watch.page import opened
+from smolcluster.launch.watch.top.source import Source
 from smolcluster.observability.view.view import View
 from smolcluster.runs.launched import read_launched
 from smolcluster.runs.paths import RunPaths
@@ -109,6 +113,48 @@ def test_a_server_that_cannot_be_asked_stands_as_it_was_heard_last(
         mirror.look()
         assert mirror.snapshot().state == "unknown"
         assert View(mirror).state()["state"] == "training"
+    finally:
+        mirror.close()
+
+
+def test_a_server_that_does_not_answer_once_stands_as_it_was_heard_last_by_its_own_clock(
+    tmp_path: Path, elsewhere: RunPaths
+) -> None:
+    an_hour_ago = 1_790_000_000.0
+    paths = launched_run(tmp_path / "runs", server())
+    written = status_of(now=an_hour_ago).model_dump_json()
+    answers = [f"::process 0\nrunning\n::now\n{an_hour_ago}\n::status.json\n{written}"]
+
+    def ask(host: Host, _script: str) -> str:
+        if not answers:
+            raise host.unreachable("Connection timed out")
+        return answers.pop()
+
+    looking = Source(paths, tmp_path / "copies", ask)
+    try:
+        assert looking.look().report.state == "training"
+        cut = looking.look().report
+        assert (cut.state, cut.processes[0].process) == ("training", "unreachable")
+        assert cut.age_s is not None
+        assert cut.age_s < 60, "its clock is behind this one"
+    finally:
+        looking.close()
+
+
+def test_a_look_that_fails_takes_nothing_away_that_was_seen(
+    tmp_path: Path, elsewhere: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = launched_run(tmp_path / "runs", server())
+    mirror = Mirror(paths, tmp_path / "copies" / "r1")
+    try:
+        mirror.look()
+        assert mirror.snapshot().status is not None
+        monkeypatch.setattr(mirroring, "LOOK_ELSEWHERE_EVERY_S", 0.0)
+        monkeypatch.setattr(mirroring, "look", Mock(side_effect=DataError("it is damaged")))
+        mirror.keep_looking()
+        eventually(mirror.problems)
+        assert "it is damaged" in mirror.problems()
+        assert mirror.snapshot().status is not None
     finally:
         mirror.close()
 

@@ -25,7 +25,15 @@ from smolcluster.observability.view.stages import numbers_of
 from smolcluster.runs.launched import Launched
 from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import RunPaths, create_run
-from smolcluster.runs.status import RankStatus, RunStatus, instant, write_status
+from smolcluster.runs.status import (
+    STOPPED,
+    RankStatus,
+    RunState,
+    RunStatus,
+    instant,
+    unbegun,
+    write_status,
+)
 
 NOW = 1_790_000_000.0
 
@@ -162,7 +170,6 @@ def test_a_machine_that_cannot_be_reached_is_a_row_that_says_so(
         ("odd", "unreachable", None),
     ]
     assert document["processes"][1]["why"] == "it does not answer"
-    assert document["processes"][1]["heartbeat_age_s"] < 30
     assert document["state"] == "broken off"
     assert status(str(paths.root), as_json=False, watch=False) == 0
     shown = capsys.readouterr().out
@@ -253,12 +260,20 @@ def probed(*seen: ProcessReport, written: RunStatus, algorithm: str = "edp") -> 
     [("training", None), ("broken off", "resume r1"), ("stopped", "resume r1"), ("ended", None)],
 )
 def test_what_goes_on_with_a_run_is_said_where_it_can_be(state: State, hint: str | None) -> None:
-    said = notes(RunReport(run_id="r1", state=state, num_epochs=3, processes=()))
+    said = notes(RunReport(run_id="r1", state=state, total_steps=9, processes=()))
     assert [line for line in said if "resume" in line] == (
         [] if hint is None else [f"`uv run smolcluster {hint}` goes on with it"]
     )
-    never_began = notes(RunReport(run_id="r1", state=state, processes=()))
-    assert not [line for line in never_began if "resume" in line]
+    unknown = RunReport(run_id="r1", state=state, processes=())
+    assert not [line for line in notes(unknown) if "resume" in line]
+
+
+@pytest.mark.parametrize("state", ["ended", "failed"])
+def test_a_run_that_ended_before_it_began_has_no_steps_to_go_on_with(state: RunState) -> None:
+    left = unbegun("r1", "edp", state, STOPPED)
+    report = report_of(Snapshot(RunPaths(Path("r1")), status=left))
+    assert head(report) == ["r1", "edp", left.word]
+    assert notes(report) == [STOPPED]
 
 
 def test_a_full_disk_of_the_server_is_told(tmp_path: Path) -> None:
@@ -289,6 +304,19 @@ def test_what_brings_a_worker_back_is_said_when_its_process_is_no_more(
     said = notes(RunReport(run_id="r1", state="training", processes=(server, worker)))
     joins = ["`uv run smolcluster join r1 --name win` brings worker 2 (win) back"]
     assert said == (joins if is_told else [])
+
+
+def test_of_a_run_that_broke_off_nothing_is_shown_as_if_it_were_now() -> None:
+    owner = ProcessReport(node="mini1", role="server", process="ended", exit_code=137)
+    alive = ProcessReport(node="pi5", role="worker", rank=0, process="running")
+    written = status_of(now=NOW, workers={0: ("pi5", "joined")})
+    report = report_of(probed(owner, alive, written=written))
+    assert report.state == "broken off"
+    assert [row(each, report.state) for each in report.processes] == [
+        ["server mini1", "ended with code 137", "120", "0.25", "", ""],
+        ["worker 1 (pi5)", "running", "119", "0.27", "", ""],
+    ]
+    assert [each.process_stats for each in report.processes] == [{}, {}]
 
 
 def test_a_worker_that_came_by_itself_is_shown_too() -> None:

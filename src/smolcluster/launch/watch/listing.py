@@ -5,10 +5,9 @@ is asked for there, each machine once; the answer is kept in the run's folder fo
 """
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -19,8 +18,7 @@ from rich.text import Text
 
 from smolcluster.errors import SmolclusterError
 from smolcluster.launch.find import all_runs
-from smolcluster.launch.tmux import session_names
-from smolcluster.launch.watch.probe import Ask, command_lines, look
+from smolcluster.launch.watch.probe import Ask, look
 from smolcluster.observability.terminal import SteadyConsole, displayable
 from smolcluster.observability.view.listing import ListedRun, line_of, remembered
 from smolcluster.observability.view.snapshot import LAST_EPOCH, Snapshot, read_snapshot
@@ -40,9 +38,6 @@ COLUMNS = ("run", "state", "steps", "loss", "time", "where")
 NUMERIC = ("steps", "loss", "time")
 GAP = 2
 LEAST_WHERE = 6
-
-Sessions = Callable[[], Collection[str]]
-"""What says the names of this machine's tmux sessions."""
 
 
 def runs(*, as_json: bool = False, ask: Ask | None = None) -> int:
@@ -69,8 +64,7 @@ def living(root: Path, ask: Ask | None = None) -> list[RunPaths]:
     One whose machines cannot be asked is taken to live if `latest` points to it. Where only that one can live
     nobody is asked.
     """
-    sessions = cache(session_names)
-    possible = [read for read in map(read_snapshot, runs_in(root)) if _may_live(read, sessions)]
+    possible = [read for read in map(read_snapshot, runs_in(root)) if _may_live(read)]
     newest = latest_of(root)
     if [read.paths.run_id for read in possible] == [newest]:
         return [read.paths for read in possible]
@@ -82,35 +76,29 @@ def living(root: Path, ask: Ask | None = None) -> list[RunPaths]:
 
 
 def _listed(reads: Sequence[Snapshot], ask: Ask | None) -> list[ListedRun]:
-    sessions = cache(session_names)
-    lives = {read.paths.run_id: _lives_here(read, sessions) for read in reads}
-
     def line(read: Snapshot) -> ListedRun:
-        is_alive = lives[read.paths.run_id]
+        is_alive = _lives_here(read)
         has_server_elsewhere = read.is_alive is None  # also while a worker lives here
         if not read.is_over and (has_server_elsewhere or (read.is_elsewhere and not is_alive)):
             run = _elsewhere(read, ask)
             return run.model_copy(update={"is_alive": True}) if is_alive else run
-        is_starting = is_alive and not (read.status or read.summary)
-        return line_of(read, "starting" if is_starting else read.state, is_alive=is_alive)
+        return line_of(read, read.state, is_alive=is_alive)
 
     return sorted(at_once(line, reads, MAX_ASKED), key=lambda run: run.began_at)
 
 
-def _lives_here(read: Snapshot, sessions: Sessions) -> bool:
+def _lives_here(read: Snapshot) -> bool:
+    """Whether a process of it lives on this machine; one that is over is not asked for its workers."""
     if is_held(read.paths.lock):
         return True
-    if read.launched is None or read.is_over:
+    if read.launched is None:
         return False
-    own = {each.session for each in read.launched.processes if each.ssh is None}
-    if read.launched.has_sessions:
-        return bool(own & set(sessions()))
-    pids = [each.pid for each in read.launched.processes if each.pid is not None]
-    return any(read.paths.run_id in line for line in command_lines(pids).values())
+    asked = [read.launched.server] if read.is_over else read.launched.processes
+    return any(each.lives_here for each in asked)
 
 
-def _may_live(read: Snapshot, sessions: Sessions) -> bool:
-    if _lives_here(read, sessions):
+def _may_live(read: Snapshot) -> bool:
+    if _lives_here(read):
         return True
     if not read.is_elsewhere or read.is_over:
         return False

@@ -113,8 +113,8 @@ def is_over(paths: RunPaths) -> bool:
     except SmolclusterError:
         return False
     alive = {each.process for each in read.seen} - {"ended", "gone"}
-    has_begun = read.status is not None or read.summary is not None
-    return has_begun and not alive
+    has_begun = read.status or read.summary or read.ended
+    return has_begun is not None and not alive
 
 
 def parse_level(level: str) -> int:

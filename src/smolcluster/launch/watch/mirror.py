@@ -77,8 +77,10 @@ class Mirror(Folder):
         self._come: dict[Path, threading.Event] = {}
         """Of each copy that grows: whether what was there has come, or cannot."""
         self._series_due_at = 0.0
-        self._newest: tuple[Snapshot, float] | SmolclusterError | None = None
+        self._newest: tuple[Snapshot, float] | None = None
         """What the last look found, and when that was by the clock here."""
+        self._failure: SmolclusterError | None = None
+        """Why there was nothing to be found since."""
         self._copy = paths
         """Where the copies are."""
         if launched is not None and not self._is_whole:
@@ -95,7 +97,7 @@ class Mirror(Folder):
 
     def snapshot(self) -> Snapshot:
         """What the last look found, as old as it is by now; before the first what the files here say."""
-        if not isinstance(self._newest, tuple):
+        if self._newest is None:
             return read_snapshot(self.own)
         read, seen_at = self._newest
         return replace(read, now=read.now + timedelta(seconds=time.monotonic() - seen_at))
@@ -119,9 +121,12 @@ class Mirror(Folder):
                 write_whole(self._copy.series, read.series, durable=False)
         if not self.is_here and read.seen[0].process == "unreachable":
             self._take_what_was_fetched()
+            if self._newest is not None:
+                last = self.snapshot()
+                read = replace(read, status=last.status, summary=last.summary, now=last.now)
         if self._launched is not None and self._launched.is_group and not self._is_whole:
             self._follow_logs()  # its ranks begin theirs by and by
-        self._newest = read, time.monotonic()
+        self._newest, self._failure = (read, time.monotonic()), None
         return read
 
     def has_looked(self) -> bool:
@@ -130,8 +135,8 @@ class Mirror(Folder):
         Raises:
             SmolclusterError: why the last look failed.
         """
-        if isinstance(self._newest, SmolclusterError):
-            raise self._newest
+        if self._failure is not None:
+            raise self._failure
         return self._newest is not None
 
     def keep_looking(self) -> None:
@@ -185,7 +190,7 @@ class Mirror(Folder):
             try:
                 self.look()
             except SmolclusterError as error:
-                self._newest = error
+                self._failure = error
                 self._say("", str(error))
             self._stopped.wait(max(0.1, began + every_s - time.monotonic()))
 

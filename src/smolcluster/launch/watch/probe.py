@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-import psutil
-
 from smolcluster.errors import LaunchError
 from smolcluster.launch.host import Host, TookTooLong, Unreachable, shell_path
 from smolcluster.launch.sessions import (
@@ -189,7 +187,8 @@ def _look_at_owner(paths: RunPaths) -> Snapshot:
     if is_held(paths.lock):
         seen = _found(owner, "running")
     else:
-        seen = _found(owner, "ended" if read.is_over else "gone")
+        has_said_so = read.is_over or read.ended is not None
+        seen = _found(owner, "ended" if has_said_so else "gone")
     words = _last_error(paths, seen)
     is_full = False
     with suppress(OSError):
@@ -207,12 +206,3 @@ def _last_error(paths: RunPaths, server: ProcessReport) -> str | None:
         errors = [each.message for each in said if each.level in ("ERROR", "CRITICAL")]
         return errors[-1] if errors else None
     return None
-
-
-def command_lines(pids: Sequence[int]) -> dict[int, str]:
-    """The command line of each of these processes that lives and may be looked at."""
-    found = {}
-    for pid in pids:
-        with suppress(psutil.Error):
-            found[pid] = " ".join(psutil.Process(pid).cmdline())
-    return found

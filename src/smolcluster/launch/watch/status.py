@@ -120,12 +120,13 @@ def title(report: RunReport) -> list[str]:
 
 
 def progress(report: RunReport) -> list[str]:
+    """How far it is; nothing of a run that has ended before it began."""
     parts = []
-    if report.step is not None:
+    if report.step is not None and report.total_steps != 0:
         parts.append(f"step {_of(report.step, report.total_steps)}")
-    if report.epoch is not None:
-        done = report.epoch + 1
-        parts.append(f"epoch {_of(min(done, report.num_epochs or done), report.num_epochs)}")
+        if report.epoch is not None:
+            done = report.epoch + 1
+            parts.append(f"epoch {_of(min(done, report.num_epochs or done), report.num_epochs)}")
     return parts
 
 
@@ -144,11 +145,13 @@ def measured(report: RunReport) -> list[str]:
 def notes(report: RunReport) -> list[str]:
     lines = [each for each in (report.reason, report.trouble) if each]
     if report.state == "broken off" and report.reason is None:
-        lines.append(f"the server's process is no more, and has not said why: {as_command('logs')}")
+        owner = next((each.title for each in report.processes), "the server")
+        lines.append(
+            f"{owner} is no more, and has not said why: {as_command('logs', report.run_id)}"
+        )
     if report.age_s is not None and report.age_s > OLD_S:
         lines.append(f"what the server said {format_duration(report.age_s)} ago")
-    has_begun = report.num_epochs is not None
-    if report.state in ("broken off", "stopped") and has_begun:
+    if report.state in ("broken off", "stopped") and report.total_steps:
         lines.append(f"{as_command('resume', report.run_id)} goes on with it")
     if report.state in ("waiting", "training"):
         lines += [

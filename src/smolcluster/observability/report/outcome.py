@@ -9,7 +9,6 @@ from smolcluster.observability.view.snapshot import LAST_STEP, numbers_of
 from smolcluster.observability.view.view import View
 from smolcluster.observability.view.workers import Worker
 from smolcluster.runs.evaluated import PREFIX
-from smolcluster.runs.events import RunEnded
 from smolcluster.runs.model_file import WithMetrics
 
 
@@ -81,21 +80,18 @@ def _of_cluster(view: View, workers: Sequence[Worker]) -> dict[str, object]:
 
 def state_of(view: View) -> tuple[str, str, str]:
     """How the run stands: a word, why, and the look of the word."""
-    status, word = view.status, view.snapshot.state
-    ends = [record.event for record in view.story.of(RunEnded)]
-    is_alive = view.snapshot.is_alive
-    if status is None and not is_alive and ends and isinstance(end := ends[-1], RunEnded):
-        return ("ended", end.reason, "good") if end.ok else ("failed", end.reason, "bad")
+    read, status, word = view.snapshot, view.status, view.snapshot.heard
     if word == "stopped":
         return word, "", "live"
     if word in ("ended", "failed"):
-        reason = status.reason or "" if status else ""
-        return word, reason, "bad" if word == "failed" else "good"
+        return word, read.reason or "", "bad" if word == "failed" else "good"
     if status is None:
         told = "its owner has written nothing here"
-        return (word, f"{told} yet", "live") if is_alive else ("unknown", told, "bad")
-    if is_alive:
+        return (word, f"{told} yet", "live") if read.is_alive else (word, told, "bad")
+    if read.is_alive:
         return word, "it goes on; this is how it stood", "live"
-    at = f"{status.updated_at:%Y-%m-%d %H:%M:%S}"
+    at = f"{status.updated_at:%Y-%m-%d %H:%M:%S} UTC"
+    if read.is_alive is None:
+        return word, f"as its server wrote on another machine at {at}", "live"
     reason = f"nothing has been heard of its owner since {at}, when it was {status.state}"
     return word, reason, "bad"

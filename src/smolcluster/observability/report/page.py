@@ -124,18 +124,19 @@ def _subtitle(view: View) -> str:
     started = view.started
     if started is None:
         return view.algorithm or "Nothing is known of how it began."
-    parts = (
+    parts = [
         started.shown_algorithm,
         f"{started.model} ({started.num_params:,} parameters)",
         f"on {started.dataset}",
-        f"{view.num_workers} workers" if view.num_workers > 1 else "",
-        ""
-        if started.mesh is None
-        else f"{format_count(started.num_ranks or 0, 'rank')}: {started.mesh}",
-        "" if started.codec == "none" else f"codec {started.codec}",
-        format_count(started.num_epochs, "epoch"),
-    )
-    return " · ".join(filter(None, parts))
+    ]
+    if view.num_workers > 1:
+        parts.append(f"{view.num_workers} workers")
+    if started.mesh is not None:
+        parts.append(f"{format_count(started.num_ranks or 0, 'rank')}: {started.mesh}")
+    if started.codec != "none":
+        parts.append(f"codec {started.codec}")
+    parts.append(format_count(started.num_epochs, "epoch"))
+    return " · ".join(parts)
 
 
 def _tiles(view: View) -> Iterator[tuple[str, str, str]]:
@@ -185,7 +186,8 @@ def _predicted(
 def _epochs(view: View) -> str:
     epochs = view.summary.epochs if view.summary else None
     if epochs is None and view.status is not None:
-        return f"epoch {view.status.epoch + 1} of {view.status.num_epochs}"
+        num_epochs = view.status.num_epochs
+        return f"epoch {min(view.status.epoch + 1, num_epochs)} of {num_epochs}"
     return "" if epochs is None else format_count(epochs, "epoch")
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from smolcluster.observability.view.snapshot import Snapshot, numbers_of, read_snapshot
-from smolcluster.runs.lock import is_held
 from smolcluster.runs.paths import LATEST, RunPaths, check_run_id, is_run_folder, latest_of, runs_in
 from smolcluster.runs.status import Instant, instant
 
@@ -95,7 +94,7 @@ def run_of(root: Path, name: str) -> RunPaths | None:
 
 def _state(read: Snapshot) -> str | None:
     """How a run stands; None: only other machines know, and have not said that it is over."""
-    if not read.is_elsewhere or read.is_over or is_held(read.paths.lock):
+    if read.is_alive is not None or read.is_over:
         return read.state
     heard = remembered(read.paths)
     return heard.state if heard is not None and heard.is_alive is False else None

@@ -5,7 +5,13 @@ from datetime import datetime
 
 from pydantic import Field
 
-from smolcluster.observability.view.snapshot import ProcessReport, Snapshot, State, numbers_of
+from smolcluster.observability.view.snapshot import (
+    OVER,
+    ProcessReport,
+    Snapshot,
+    State,
+    numbers_of,
+)
 from smolcluster.observability.view.stages import StageView
 from smolcluster.runs.evaluated import PREFIX
 from smolcluster.runs.model_file import WithMetrics
@@ -17,6 +23,8 @@ KILLED = 137
 """The exit code of a process that SIGKILL has ended."""
 ASKED_TO_END = (130, 143)
 """Exit codes after SIGINT and SIGTERM, with one of which `stop` asks."""
+LIVING = ("running", "unreachable")
+"""Of a process that lives, as far as is known."""
 
 
 class RunReport(WithMetrics):
@@ -57,7 +65,7 @@ def report_of(read: Snapshot) -> RunReport:
     status, state = read.status, read.state
     values = numbers_of(status, read.summary)
     if status is None:
-        values |= {"samples_per_s": None}
+        values |= {"samples_per_s": None, "reason": read.reason}
     elif not status.is_over:
         values |= {"age_s": status.age_s(read.now)}
     if state in ("starting", "broken off"):
@@ -94,11 +102,11 @@ def _why(read: Snapshot) -> str | None:
 
 def _processes(read: Snapshot) -> tuple[ProcessReport, ...]:
     """A report for each process that was launched, then for each worker that came by itself."""
-    status, now = read.status, read.now
-    if status is None:
+    status, now, is_over = read.status, read.now, read.state in OVER
+    if status is None or read.state == "starting":
         return read.seen
     if status.ranks:
-        return tuple(_ranks(read.seen, status, now))
+        return tuple(_ranks(read.seen, status, now, is_over=is_over))
     known: dict[int | None, WorkerStatus] = {worker.rank: worker for worker in status.workers}
     launched = {process.rank for process in read.seen}
     strangers = [
@@ -107,12 +115,13 @@ def _processes(read: Snapshot) -> tuple[ProcessReport, ...]:
         if rank not in launched
     ]
     return tuple(
-        _of_status(each, status, known.get(each.rank), now) for each in (*read.seen, *strangers)
+        _of_status(each, status, known.get(each.rank), now, is_over=is_over)
+        for each in (*read.seen, *strangers)
     )
 
 
 def _ranks(
-    starters: Sequence[ProcessReport], status: RunStatus, now: datetime
+    starters: Sequence[ProcessReport], status: RunStatus, now: datetime, *, is_over: bool
 ) -> Iterator[ProcessReport]:
     """A report for each rank of a mesh, which lives as the process does that started those of its machine.
 
@@ -127,26 +136,35 @@ def _ranks(
             "rank": rank.rank,
             "node": rank.node,
             "peak_bytes": _below(PEAK, stats),
-            **(live if _goes_on(starter, status) else {}),
-            **({} if status.is_over else {"process_stats": stats}),
+            **({} if is_over else {"process_stats": stats}),
+            **(live if not is_over and starter.process in LIVING else {}),
         }
-        yield _owner(starter, status, now).model_copy(update=values)
+        yield _owner(starter, status, now, is_over=is_over).model_copy(update=values)
     heard = {by_node.get(rank.node, starters[0]).node for rank in status.ranks}
     yield from (each for each in starters if each.node not in heard)
 
 
 def _of_status(
-    process: ProcessReport, status: RunStatus, worker: WorkerStatus | None, now: datetime
+    process: ProcessReport,
+    status: RunStatus,
+    worker: WorkerStatus | None,
+    now: datetime,
+    *,
+    is_over: bool,
 ) -> ProcessReport:
     """The report with what the server says of the process; of helpers it says nothing."""
     if process.is_helper:
         return process
     if process.rank is None:
-        return _owner(process, status, now)
-    return _worker(process, worker, now, is_over=status.is_over)
+        return _owner(process, status, now, is_over=is_over)
+    report = _worker(process, worker, now, is_over=is_over)
+    has_left = status.is_over and report.presence == "joined"
+    return report.model_copy(update={"presence": "left"}) if has_left else report
 
 
-def _owner(process: ProcessReport, status: RunStatus, now: datetime) -> ProcessReport:
+def _owner(
+    process: ProcessReport, status: RunStatus, now: datetime, *, is_over: bool
+) -> ProcessReport:
     stats = status.process_stats
     live = _live(status.samples_per_s, status.age_s(now), stats)
     known = {name: value for name, value in stats.items() if value}
@@ -154,8 +172,8 @@ def _owner(process: ProcessReport, status: RunStatus, now: datetime) -> ProcessR
         "step": status.step,
         "loss": status.loss,
         "peak_bytes": _below(PEAK, stats),
-        **(live if _goes_on(process, status) else {}),
-        **({} if status.is_over else {"process_stats": known}),
+        **({} if is_over else {"process_stats": known}),
+        **(live if not is_over and process.process in LIVING else {}),
     }
     return process.model_copy(update=values)
 
@@ -173,7 +191,7 @@ def _worker(
     }
     values: dict[str, object] = {
         "process": "gone" if was_lost else process.process,
-        "presence": "left" if is_over and worker.state == "joined" else worker.state,
+        "presence": worker.state,
         "device": worker.device,
         "step": worker.step,
         "loss": worker.loss,
@@ -184,10 +202,6 @@ def _worker(
         **({} if is_over else live),
     }
     return process.model_copy(update=values)
-
-
-def _goes_on(process: ProcessReport, status: RunStatus) -> bool:
-    return not status.is_over and process.process in ("running", "unreachable")
 
 
 def _live(

@@ -17,7 +17,7 @@ from smolcluster.observability.sinks.jsonl import MetricLine, follow_metrics
 from smolcluster.observability.view.stages import StageView
 from smolcluster.runs.advice import ADVICE, Prediction
 from smolcluster.runs.evaluated import PREFIX
-from smolcluster.runs.events import RunStarted, first_start
+from smolcluster.runs.events import RunEnded, RunStarted, first_start, last_end
 from smolcluster.runs.files import Follower, or_none
 from smolcluster.runs.launched import Launched, Process, launched_of
 from smolcluster.runs.lock import is_held
@@ -31,6 +31,8 @@ STARTING_S = 60.0
 State = Literal[
     "starting", "waiting", "training", "ended", "stopped", "failed", "broken off", "unknown"
 ]
+OVER = ("ended", "stopped", "failed", "broken off")
+"""States of a run that does not go on."""
 File = TypeVar("File")
 LAST_STEP, LAST_EPOCH = "last step", "mean of the last epoch"
 """What a run's training loss is: of a status, and of a run that has left its summary alone."""
@@ -104,20 +106,61 @@ class Snapshot:
     @property
     def state(self) -> State:
         """What its owner wrote, unless that lives no more."""
-        return state_of(self.status, self.summary, self.is_alive)
+        return self.state_if(self.is_alive)
+
+    @property
+    def heard(self) -> State:
+        """The same, but of one whose machine cannot be asked it is what was heard last."""
+        return self.state if self.status is None else self.state_if(self.is_alive is not False)
+
+    def state_if(self, is_alive: bool | None) -> State:
+        """How the run stands if its owner lives or not; None: nobody knows."""
+        status = self.status
+        if is_alive and self.is_status_of_before:
+            return "starting"
+        if status is not None and status.is_over:
+            return status.word
+        if status is None and self.summary is not None:
+            return "ended"
+        if is_alive is None:
+            return "unknown"
+        if not is_alive:
+            return "broken off" if self.ended is None else self.ended.word
+        return "starting" if status is None else status.state
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is over, as its owner has said."""
+        if self.status is not None:
+            return self.status.reason
+        return None if self.summary is not None or self.ended is None else self.ended.reason
+
+    @property
+    def is_status_of_before(self) -> bool:
+        """Whether its owner, which was started again, has written nothing yet."""
+        status, launched = self.status, self.launched
+        return bool(status and launched and status.incarnation == launched.before)
+
+    @cached_property
+    def ended(self) -> RunEnded | None:
+        """How it has ended by its events; only asked of a run that has left no status."""
+        return None if self.status is not None else last_end(self.paths.events)
 
     @cached_property
     def is_alive(self) -> bool | None:
         """Whether its owner lives: as it was seen, else by its lock; None: only another machine knows.
 
-        Of one that has written nothing yet it is told by the run's age, too.
+        Of one that has written nothing yet it is told by the run's age, too; of a job only by its scheduler.
         """
         if self.seen:
             owner = self.seen[0].process
             return None if owner in ("unreachable", "unknown") else owner == "running"
-        if is_held(self.paths.lock):
+        launched = self.launched
+        if is_held(self.paths.lock) or (launched is not None and launched.server.lives_here):
             return True
-        if self.launched is not None and self.launched.server.ssh is not None:
+        if launched is None and self.paths.launched.is_file():  # it is damaged
+            return None
+        if launched is not None and (launched.server.ssh is not None or launched.is_job):
             return None
         has_written = self.status is not None or self.paths.events.exists()
         return not has_written and time.time() - self.began < STARTING_S
@@ -191,19 +234,6 @@ def read_snapshot(paths: RunPaths) -> Snapshot:
         read(read_summary, paths.summary),
         problems,
     )
-
-
-def state_of(status: RunStatus | None, summary: Summary | None, is_alive: bool | None) -> State:
-    """How a run stands: what its owner wrote, unless that lives no more; None: nobody knows whether."""
-    if status is not None and status.is_over:
-        return status.word
-    if status is None and summary is not None:
-        return "ended"
-    if is_alive is None:
-        return "unknown"
-    if not is_alive:
-        return "broken off"
-    return "starting" if status is None else status.state
 
 
 def numbers_of(status: RunStatus | None, summary: Summary | None) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from bisect import bisect_left
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from smolcluster.configs.spec import SINGLE, STALENESS, spec_of
-from smolcluster.observability.view.snapshot import Snapshot, numbers_of, state_of
+from smolcluster.observability.view.snapshot import OVER, Snapshot, numbers_of
 from smolcluster.runs.events import RunStarted
 from smolcluster.runs.series import Series
 from smolcluster.runs.status import OLD_S, STALENESS_EDGES, RunStatus, WorkerStatus
@@ -31,9 +32,13 @@ def standing(
     """
     ordered = sorted(series.processes.values(), key=lambda each: each.last_s or 0.0)
     reports = {each.rank: each.newest() for each in ordered}
-    # Of one whose machine cannot be asked it is what was heard last.
-    state = state_of(read.status, read.summary, read.is_alive is not False)
-    is_over = state in ("ended", "stopped", "failed", "broken off")
+    state = read.heard
+    is_over = state in OVER
+    progress, staleness = _progress(read, is_over=is_over), _staleness_counts(read.status, series)
+    if state in ("starting", "broken off"):
+        progress = {name: progress[name] for name in progress if name not in (RATE, "eta_s")}
+    if state == "starting":  # again: what was said of who took part is of before
+        read = replace(read, status=None, summary=None)
     status, nodes = read.status, (each.node for each in read.processes if each.rank is None)
     known_age_s = None if is_over else age_s or 0.0
     if started is None or started.mesh is None:
@@ -52,9 +57,9 @@ def standing(
         "age_s": age_s,
         "staleness_edges": STALENESS_EDGES,
         **_setup(read, started),
-        **_progress(read, is_over=is_over),
+        **progress,
         "workers": rows,
-        "staleness": _staleness_counts(status, series),
+        "staleness": staleness,
         "server": {
             "node": started.node if started else next(nodes, None),
             "process_stats": dict((status and status.process_stats) or reports.get(None, {})),

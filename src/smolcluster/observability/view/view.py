@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +82,9 @@ class View:
         self._lock = threading.Lock()
         self._polled_at: float | None = None
         self._changed_at: float | None = None
+        self._settings: tuple[Settings | None, list[str]] = None, []
+        self._configured_at: int | None = None
+        """When the file was written of which these are."""
         self._shown: tuple[dict[str, int], dict[str, Any]] | None = None
 
     # --- whole
@@ -154,13 +156,19 @@ class View:
     def settings(self) -> Settings | None:
         return self._configured[0]
 
-    @cached_property
+    @property
     def _configured(self) -> tuple[Settings | None, list[str]]:
-        """Its settings, and why they cannot be read; a run that has none is no problem."""
-        try:
-            return load_resolved(self.paths.config) if self.paths.config.is_file() else None, []
-        except (ConfigError, DataError) as error:
-            return None, [str(error)]
+        """Its settings, and why they cannot be read; a run that has none yet is no problem."""
+        written_at = None
+        with suppress(OSError):
+            written_at = self.paths.config.stat().st_mtime_ns
+        if written_at != self._configured_at:
+            self._configured_at = written_at
+            try:
+                self._settings = load_resolved(self.paths.config) if written_at else None, []
+            except (ConfigError, DataError) as error:
+                self._settings = None, [str(error)]
+        return self._settings
 
     def logs(self, ended_by: BaseException | None = None) -> Logs:
         """What its logs say; `ended_by`: what is just ending it, which no log tells yet.

@@ -105,7 +105,7 @@ def test_a_run_of_which_nothing_is_known_is_a_column_of_dashes(tmp_path: Path) -
     empty.mkdir()
     os.utime(empty, (1, 1))
     rows = rows_of(killed_run(tmp_path).paths, RunPaths(empty))
-    assert rows["state"] == ["ended", "unknown"]
+    assert rows["state"] == ["ended", "broken off"]
     assert rows["steps"][1] == "–"
 
 

@@ -160,7 +160,7 @@ def test_an_empty_folder_is_a_page_that_knows_nothing(tmp_path: Path) -> None:
     for path in (tmp_path / "report.html", tmp_path):
         os.utime(path, (1, 1))
     page = report_of(RunPaths(tmp_path))
-    assert "unknown" in page.words("head")
+    assert "broken off · its owner has written nothing here" in page.words("head")
     assert "curves" not in page.text
 
 

@@ -8,7 +8,7 @@ import pytest
 import smolcluster
 from made_runs import MadeRun, killed_run
 from reading import status_of
-from smolcluster.observability.view.snapshot import read_snapshot, state_of
+from smolcluster.observability.view.snapshot import Snapshot, read_snapshot
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.status import STOPPED, RunStatus
 
@@ -51,7 +51,8 @@ TRAINING, ENDED = status_of(), status_of("ended", reason="done")
 def test_a_run_stands_as_its_owner_wrote_unless_that_is_gone(
     status: RunStatus | None, is_alive: bool | None, expected: str
 ) -> None:
-    assert state_of(status, None, is_alive) == expected
+    read = Snapshot(RunPaths(Path("r1")), status=status)
+    assert read.state_if(is_alive) == expected
 
 
 def test_a_folder_is_read_whatever_is_missing_or_damaged(tmp_path: Path) -> None:

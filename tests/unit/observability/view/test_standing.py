@@ -65,7 +65,7 @@ def broken_off(run: MadeRun) -> None:
         ),
         (summary_alone, {"state": "ended", "step": 100, "loss": 0.0213, "is_over": True}),
         (stopped, {"state": "stopped", "is_over": True}),
-        (broken_off, {"state": "broken off", "is_over": True, "eta_s": None}),
+        (broken_off, {"state": "broken off", "is_over": True, "step": 120}),
         (lambda _: None, {"state": "starting", "workers": [], "algorithm": None, "problems": []}),
     ],
     ids=["complete", "of before", "stopped", "broken off", "nothing"],
@@ -76,6 +76,8 @@ def test_a_run_is_told_by_what_is_there(
     make(run)
     state = state_of(run)
     assert {name: state[name] for name in expected} == expected
+    is_cut = expected["state"] in ("starting", "broken off")
+    assert is_cut == ("samples_per_s" not in state)
     assert states(run.paths.root.parent) == [expected["state"]]
 
 
@@ -89,6 +91,17 @@ def test_a_run_that_goes_on_says_what_is_left_and_how_old_its_news_is(run: MadeR
         assert state_of(run, BEGAN + 60)["is_old"]
         [line] = listed(run.paths.root.parent)
         assert line == {"run_id": "edp-1", "state": "training", "algorithm": "edp"}
+
+
+def test_the_configuration_is_seen_however_late_it_is_written(run: MadeRun) -> None:
+    view = View(Folder(run.paths))
+    assert (view.settings, view.problems) == (None, [])
+    run.config("num_epochs=7")
+    assert view.settings is not None
+    assert view.settings.train.num_epochs == 7
+    run.config("num_epochs=9")
+    os.utime(run.paths.config, ns=(1, 1))
+    assert view.settings.train.num_epochs == 9, "as a resume changes it"
 
 
 def test_a_file_that_is_damaged_is_a_problem(run: MadeRun) -> None:

@@ -143,10 +143,10 @@ def _progress(picture: Picture, status: RunStatus, canvas: Canvas) -> Text:
 
 
 def _measured(picture: Picture, status: RunStatus) -> list[str]:
-    parts = measured(picture.report)
-    if status.learning_rate is not None and not status.is_over:
+    parts, goes_on = measured(picture.report), picture.report.state == "training"
+    if status.learning_rate is not None and goes_on:
         parts.append(f"lr {status.learning_rate:.3g}")
-    if status.grad_norm is not None and not status.is_over:
+    if status.grad_norm is not None and goes_on:
         parts.append(f"gradient {status.grad_norm:.3g}")
     dropped = [
         f"{n:,} {kind.replace('_', '-')}"

@@ -121,7 +121,8 @@ class Source:
             for each in self._view.story.kept(without=ROUTINE)[-MAX_NEWS:]
         ]
         news = sorted([*news, *self._warnings], key=lambda each: each.seconds)[-MAX_NEWS:]
-        return Picture(report_of(read), read.status, read.now, self._points(read.status), news)
+        report = report_of(read).model_copy(update={"state": read.heard})
+        return Picture(report, read.status, read.now, self._points(read.status), news)
 
     def _points(self, status: RunStatus | None) -> Sequence[Point]:
         """How it went so far; what an abandoned time line had after the newest step is left out."""
