@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from made_runs import MadeRun
-from reading import children_of, launched_run, status_of, worker
+from reading import children_of, launched_run, log_line, status_of, worker, write
 from reading import server as server_elsewhere
 from smolcluster.launch.watch.listing import listed
 from smolcluster.launch.watch.page import opened
@@ -20,7 +20,7 @@ from smolcluster.observability.view.listing import listed as listed_on_the_page
 from smolcluster.observability.view.view import View, read_view
 from smolcluster.runs.launched import read_launched, write_launched
 from smolcluster.runs.lock import run_lock
-from smolcluster.runs.paths import RunPaths
+from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.status import STOPPED, write_status
 
 
@@ -97,6 +97,14 @@ def test_a_run_that_is_over(
     assert set(words(run.paths, tmp_path).values()) == {expected}
 
 
+def test_a_run_that_is_just_begun_is_starting_before_anybody_knows_its_processes(
+    tmp_path: Path,
+) -> None:
+    paths = create_run(tmp_path / "runs", "r1")
+    assert set(words(paths, tmp_path).values()) == {"starting"}
+    assert look_at(paths).processes == ()
+
+
 def test_a_run_of_another_machine_is_reported_as_it_was_when_it_was_fetched(tmp_path: Path) -> None:
     paths = launched_run(tmp_path, server_elsewhere())
     write_status(paths.status, status_of(now=1_790_000_000.0))
@@ -134,5 +142,10 @@ def test_a_run_that_goes_on_starts_until_its_server_writes(
     write_launched(run.paths.launched, launched.model_copy(update={"before": "abc"}))
     server.kill()
     server.wait()
+    write(run.paths.root / "exits" / "server-mini1", "2\n")
+    write(run.paths.logs / "server-mini1.log", log_line(1, "num_epochs is too small", "ERROR"))
+    assert (
+        look_at(run.paths).reason == "server mini1 ended with exit code 2: num_epochs is too small"
+    )
     expected = "stopped" if leave is stopped else "broken off"
     assert set(words(run.paths, tmp_path).values()) == {expected}

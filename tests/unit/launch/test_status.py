@@ -450,7 +450,7 @@ def test_a_server_of_this_machine_that_crashed_is_told_with_its_code_and_last_wo
 
 def test_a_run_of_one_process_is_known_by_its_lock(tmp_path: Path) -> None:
     paths = create_run(tmp_path, "single-1")
-    write(paths.config, "")
+    os.utime(write(paths.config, ""), (1, 1))
     [only] = look_at(paths).processes
     assert (only.role, only.process) == ("trainer", "gone")
     with run_lock(paths.lock):

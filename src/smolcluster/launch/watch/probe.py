@@ -180,11 +180,13 @@ def _seconds(text: str) -> float | None:
 
 def _look_at_owner(paths: RunPaths) -> Snapshot:
     """Look at a run that nobody launched: at the process that holds it."""
-    read = read_snapshot(paths)
+    read, is_written = read_snapshot(paths), is_held(paths.lock)
+    if read.is_alive and not is_written:  # it has just been begun: nobody knows by whom
+        return read
     started = read.started
     node = platform.node() if started is None else started.node
     owner = Process(node=node, role="trainer" if started is None else started.owner_role)
-    if is_held(paths.lock):
+    if is_written:
         seen = _found(owner, "running")
     else:
         has_said_so = read.is_over or read.ended is not None

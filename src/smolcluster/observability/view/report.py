@@ -56,6 +56,11 @@ class RunReport(WithMetrics):
     processes: tuple[ProcessReport, ...]
 
 
+def has_failed(process: ProcessReport) -> bool:
+    """Whether it has ended otherwise than well, or as `stop` asks."""
+    return process.exit_code not in (None, 0, *ASKED_TO_END)
+
+
 def was_stopped(process: ProcessReport, state: State) -> bool:
     """Whether it has ended as `stop` asked it to, which stopped the run: `state` is the run's."""
     return state == "stopped" and process.exit_code in ASKED_TO_END
@@ -70,6 +75,8 @@ def report_of(read: Snapshot) -> RunReport:
         values |= {"age_s": status.age_s(read.now)}
     if state in ("starting", "broken off"):
         values |= {"reason": _why(read), "samples_per_s": None}
+    elif read.is_status_of_before and read.seen and has_failed(read.seen[0]):
+        values |= {"reason": _why(read)}  # that of its newest start
     if read.is_full:
         values |= {"trouble": no_space_on(read.seen[0].node if read.seen else "its machine")}
     values |= {
