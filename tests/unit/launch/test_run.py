@@ -307,6 +307,7 @@ def test_what_a_run_that_goes_on_said_before_is_of_before(
     assert "server mini1 ended with exit code 1: the run has failed" in printed()
     assert not any("step 21" in line for line in printed())
     assert not paths.processes.exists()
+    assert read_launched(paths.launched).before == "abc", "whoever looks knows it as well"
 
 
 def test_a_second_ctrl_c_kills_at_once(launch: Launch) -> None:

@@ -33,8 +33,8 @@ class RunReport(WithMetrics):
     run_id: str
     algorithm: str | None = None
     state: State = Field(
-        description="starting: the server has not written yet; broken off: its process is no more and "
-        "could not write why; unknown: its machine cannot be asked."
+        description="starting: the server has not written since it was started; broken off: its process "
+        "is no more and could not write why; unknown: its machine cannot be asked."
     )
     reason: str | None = Field(None, description="Why the run is over, or has broken off.")
     trouble: str | None = Field(
