@@ -108,7 +108,7 @@ def test_a_run_that_is_just_begun_is_starting_before_anybody_knows_its_processes
 def test_a_run_of_another_machine_is_reported_as_it_was_when_it_was_fetched(tmp_path: Path) -> None:
     paths = launched_run(tmp_path, server_elsewhere())
     write_status(paths.status, status_of(now=1_790_000_000.0))
-    told = "as its server wrote on another machine at 2026-09-21 14:13:19"
+    told = "as its server wrote on another machine at 2026-09-21 14:13:19 UTC"
     assert state_of(read_view(paths)) == ("training", told, "live")
 
 
