@@ -285,10 +285,11 @@ def test_it_is_over_when_the_server_has_said_so_and_gone(
     assert picture_of(status_of(state, now=NOW), liveness).is_over is expected  # type: ignore[arg-type]
 
 
-def test_only_a_run_that_trains_has_a_rate_now() -> None:
+@pytest.mark.parametrize(("liveness", "is_told"), [("running", True), ("gone", False)])
+def test_only_a_run_that_trains_has_a_rate_now(liveness: Liveness, is_told: bool) -> None:
     status = three_workers().model_copy(update={"learning_rate": 0.0125})
-    assert "lr 0.0125" in "\n".join(lines(picture_of(status)))
-    assert "lr 0.0125" not in "\n".join(lines(picture_of(status, "gone")))
+    shown = "\n".join(lines(picture_of(status, liveness), canvas(200)))
+    assert ("lr 0.0125" in shown) == is_told
 
 
 def test_a_run_that_was_stopped_is_called_so() -> None:
