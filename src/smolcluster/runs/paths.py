@@ -15,6 +15,7 @@ from pathlib import Path
 
 from smolcluster.errors import ConfigError
 from smolcluster.utils.folders import checkout
+from smolcluster.utils.words import as_command
 
 LATEST = "latest"
 ADVICE_FILE = "advice.json"
@@ -256,7 +257,7 @@ def find_run(root: Path, name: str = LATEST) -> RunPaths:
         known = sorted(path.name for path in root.glob("[!.]*/") if not path.is_symlink())
         older = "… " if len(known) > NUM_SHOWN else ""
         missing = "no run that has begun" if name == LATEST else f"no run {name!r}"
-        raise ConfigError(
-            f"{missing} under {root} (known: {older}{', '.join(known[-NUM_SHOWN:]) or 'none'})"
-        )
+        names = f"{older}{', '.join(known[-NUM_SHOWN:])}"
+        first = f"none: {as_command('launch', 'edp', '--local')} begins one"
+        raise ConfigError(f"{missing} under {root} (known: {names or first})")
     return RunPaths(folder.resolve())
