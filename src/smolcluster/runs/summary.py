@@ -16,7 +16,7 @@ from smolcluster.errors import CheckpointError
 from smolcluster.runs.evaluated import metrics_in
 from smolcluster.runs.model_file import Measured, ModelFile, Strict, WithMetrics
 from smolcluster.runs.paths import RunPaths, process_title
-from smolcluster.utils.units import format_bytes, format_duration
+from smolcluster.utils.units import format_bytes, format_duration, format_loss
 
 
 class Pushes(Strict):
@@ -37,10 +37,6 @@ class Final(WithMetrics):
     val_loss: float | None = None
     val_accuracy: Measured = None
     val_perplexity: Measured = None
-
-
-SMALL = 0.01
-"""Numbers below it are shown with their own digits."""
 
 
 class Traffic(Strict):
@@ -163,9 +159,7 @@ def _measured(final: Final) -> list[tuple[str, str]]:
 
 
 def _number(value: float | None) -> str:
-    if value is None:
-        return "not measured"
-    return f"{value:.4f}" if value == 0 or abs(value) >= SMALL else f"{value:.3g}"
+    return "not measured" if value is None else format_loss(value)
 
 
 def check_unfinished(paths: RunPaths, train: TrainConfig) -> None:

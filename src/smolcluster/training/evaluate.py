@@ -25,6 +25,7 @@ from smolcluster.training.workload import (
     described,
     real_count,
 )
+from smolcluster.utils.units import format_loss
 from smolcluster.utils.user_code import user_code, wrong_result
 
 DEFAULT_BATCH_SIZE = 32
@@ -48,7 +49,7 @@ class Evaluation:
         }
 
     def __str__(self) -> str:
-        parts = [f"validation loss {self.loss:.4f}"]
+        parts = [f"validation loss {format_loss(self.loss)}"]
         parts += [f"{name} {value:.4g}" for name, value in self.metrics.items()]
         return ", ".join(parts)
 

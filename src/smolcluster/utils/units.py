@@ -23,6 +23,12 @@ def format_megabytes(num_bytes: float) -> str:
     return f"{scaled:.2g}" if scaled >= 0.001 else f"{scaled:.4f}" if scaled >= 5e-5 else "0"
 
 
+def format_loss(value: float, decimals: int = 4) -> str:
+    """A loss to so many decimals; one that is small or large to three digits."""
+    is_plain = value == 0 or 0.01 <= abs(value) < 1e4
+    return f"{value:.{decimals}f}" if is_plain else f"{value:.3g}"
+
+
 def format_count(count: int, noun: str) -> str:
     """How many: `1 worker`, `3 workers`, `1,200 batches`."""
     ending = "" if count == 1 else "es" if noun.endswith("tch") else "s"

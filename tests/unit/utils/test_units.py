@@ -1,6 +1,14 @@
+import math
+
 import pytest
 
-from smolcluster.utils.units import format_bytes, format_count, format_duration, format_rate
+from smolcluster.utils.units import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_loss,
+    format_rate,
+)
 
 
 @pytest.mark.parametrize(
@@ -74,3 +82,19 @@ def test_a_duration_has_at_most_two_units(seconds: float, text: str) -> None:
 )
 def test_a_count_agrees_with_its_noun(count: int, noun: str, text: str) -> None:
     assert format_count(count, noun) == text
+
+
+@pytest.mark.parametrize(
+    ("loss", "decimals", "text"),
+    [
+        (2.30258, 4, "2.3026"),
+        (0.0461, 3, "0.046"),
+        (0.0, 4, "0.0000"),
+        (5.137e-07, 4, "5.14e-07"),
+        (0.00812, 3, "0.00812"),
+        (123456.0, 4, "1.23e+05"),
+        (math.nan, 4, "nan"),
+    ],
+)
+def test_a_small_loss_is_not_shown_as_none(loss: float, decimals: int, text: str) -> None:
+    assert format_loss(loss, decimals) == text

@@ -12,13 +12,12 @@ from smolcluster.errors import SmolclusterError
 from smolcluster.observability.curves import svg_of
 from smolcluster.observability.view.curves import Curves
 from smolcluster.runs.files import write_whole
-from smolcluster.runs.summary import SMALL
+from smolcluster.utils.units import format_loss
 
 FOLDER = Path(__file__).parent
 MAX_ROWS = 200
 """Of a table: the first and the last ones are shown of more."""
 UNKNOWN = "–"
-LARGE = 1e4
 
 
 def write_page(path: Path, template: str, **values: object) -> None:
@@ -76,7 +75,4 @@ def or_unknown(text: Callable[[Any], str], value: Any) -> str:
 
 
 def loss(value: float | None) -> str:
-    if value is None:
-        return UNKNOWN
-    is_plain = value == 0 or SMALL <= abs(value) < LARGE
-    return f"{value:.4f}" if is_plain else f"{value:.4g}"
+    return or_unknown(format_loss, value)

@@ -13,7 +13,7 @@ from rich.text import Text
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.terminal import HANGING, displayable, print_line, steady
 from smolcluster.runs.evaluated import metrics_in, told
-from smolcluster.utils.units import format_duration, format_rate
+from smolcluster.utils.units import format_duration, format_loss, format_rate
 
 BAR_WIDTH = 16
 ERASE_BELOW = "\r\x1b[K\n\x1b[J\x1b[A"
@@ -230,7 +230,7 @@ def status_parts(
     parts = (
         f"epoch {step.epoch + 1}{epochs}",
         f"step {step.step:,}{steps}",
-        f"loss {values['loss']:.3f}" if "loss" in values else "",
+        f"loss {format_loss(values['loss'], 3)}" if "loss" in values else "",
         measured,
         *time_left(values.get("samples_applied"), values.get("total_samples"), speed),
         "" if rate is None else f"{rate:,.0f} {unit}/s now",
