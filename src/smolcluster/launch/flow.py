@@ -497,5 +497,8 @@ def stop(run: str, *, now: bool) -> int:
     paths = find(run, acts=True)
     launched = launched_of(paths)
     if launched is None:
-        raise ConfigError(f"run {paths.run_id} was not launched from here: it lists no processes")
+        raise ConfigError(
+            f"run {paths.run_id} was not launched from here: Ctrl-C where it was started saves a checkpoint "
+            "and ends it"
+        )
     return run_of(launched, paths, SteadyConsole()).stop(in_a_hurry=now)

@@ -194,7 +194,9 @@ def test_ctrl_c_ends_the_wait_for_the_last_checkpoint(
 
 def test_a_run_from_elsewhere_is_refused(paths: RunPaths) -> None:
     write(paths.config, "")
-    with pytest.raises(ConfigError, match="was not launched from here"):
+    with pytest.raises(
+        ConfigError, match="was not launched from here: Ctrl-C where it was started"
+    ):
         flow.stop(str(paths.root), now=False)
 
 
