@@ -194,7 +194,7 @@ class MapSamples(LoadedSamples):
     def load(self, indices: Tensor, place: Place | None = None) -> list[Any]:
         if place is not None and place.epoch != self._epoch:
             self._epoch = place.epoch
-            _set_epoch(self.dataset, place.epoch)
+            set_epoch(self.dataset, place.epoch)
         check_indices(indices, len(self.dataset))
         samples = []
         for number, index in enumerate(indices.tolist()):
@@ -279,7 +279,7 @@ class StreamSamples(LoadedSamples):
         if self.loader is not None and self.loader.num_workers:
             source = _one_by_one(self.loader)
         seed = derive_seed(place.seed, "stream", place.epoch)
-        _set_epoch(self.stream, place.epoch)
+        set_epoch(self.stream, place.epoch)
         generator = torch.Generator().manual_seed(seed)
         with _Draws(generator), _SAMPLING:
             iterator = iter(source)
@@ -436,7 +436,7 @@ def _drawn(sampler: Iterable[Any], seed: int, epoch: int, of_batches: int | None
     Raises:
         ConfigError: it has no end, gives what is no index, or batches of another size before the last.
     """
-    _set_epoch(sampler, epoch)
+    set_epoch(sampler, epoch)
     sampler = _seeded(sampler, seed)
     if getattr(sampler, "generator", False) is None:
         sampler = copy.copy(sampler)
@@ -499,9 +499,10 @@ def _index(key: Any, sampler: Iterable[Any]) -> int:
         ) from None
 
 
-def _set_epoch(data: object, epoch: int) -> None:
-    if callable(set_epoch := getattr(data, "set_epoch", None)):
-        set_epoch(epoch)
+def set_epoch(data: object, epoch: int) -> None:
+    """Tell a dataset or sampler its epoch, if it wants to know."""
+    if callable(tell := getattr(data, "set_epoch", None)):
+        tell(epoch)
 
 
 def _one_by_one(loader: DataLoader[Any]) -> DataLoader[Any]:

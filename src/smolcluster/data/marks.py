@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
+from smolcluster.data.loading import set_epoch
 from smolcluster.utils.isolated_rng import isolated_rng
 from smolcluster.wire.messages import MOST_MARKED_VALUES
 
@@ -112,11 +113,15 @@ def _reading(dataset: Any, index: int) -> Mark:
 
 
 def reader_of(dataset: Any) -> Any:
-    """A shallow copy: what a dataset opens as it is first read is not for a process that is forked later."""
+    """A shallow copy in its first epoch, which some have been told of and others not yet.
+
+    What a dataset opens as it is first read is not for a process that is forked later.
+    """
     try:
         own = copy.copy(dataset)
         if hasattr(own, "__dict__") and hasattr(vars(own).get("dataset"), "__getitem__"):
             own.dataset = reader_of(own.dataset)
+        set_epoch(own, 0)
     except Exception:
         return dataset
     return own

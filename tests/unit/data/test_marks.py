@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import TensorDataset, random_split
+from torch.utils.data import Subset, TensorDataset, random_split
 
 from smolcluster.data import marks
 from smolcluster.data.marks import chosen, first_difference, marks_of
@@ -100,6 +100,28 @@ def test_chance_is_no_difference_and_does_not_hide_one() -> None:
     of: Callable[[int], Any] = lambda label: marks_of(Augmented(label), [0, 1, 2])  # noqa: E731
     assert first_difference(of(0), of(0)) is None
     assert first_difference(of(0), of(1)) == 0
+
+
+def test_samples_that_change_with_the_epoch_are_compared_as_the_first_one_has_them() -> None:
+    """A worker has computed some of that epoch when it joins, a server has not been told of any."""
+
+    class Growing:
+        epoch = -1
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> Tensor:
+            return torch.tensor([index, self.epoch])
+
+    fresh, later = Growing(), Growing()
+    later.set_epoch(3)
+    for ours, theirs in ((fresh, later), (Subset(fresh, [0, 1]), Subset(later, [0, 1]))):
+        assert first_difference(marks_of(ours, [0, 1]), marks_of(theirs, [0, 1])) is None
+    assert (fresh.epoch, later.epoch) == (-1, 3)
 
 
 def test_the_generators_of_the_process_are_left_alone() -> None:
