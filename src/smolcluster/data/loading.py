@@ -7,6 +7,7 @@ seed, the epoch and the sample's place in it: it is the same in one process and 
 """
 
 import copy
+import itertools
 import operator
 import random
 import threading
@@ -35,7 +36,7 @@ from smolcluster.data.dataset import Batch, Permuted, Place, Samples, check_indi
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.data.processes import begin_to_read
 from smolcluster.errors import ConfigError, DataError
-from smolcluster.utils.isolated_rng import isolated_rng
+from smolcluster.utils.isolated_rng import isolated_python, isolated_rng, python_state
 from smolcluster.utils.seed import derive_seed
 from smolcluster.utils.user_code import user_code
 
@@ -44,8 +45,10 @@ Drawn = TypeVar("Drawn")
 COUNT_PATIENCE_S = 30.0
 """How long a stream or a sampler is counted; one that is endless must not be counted for ever."""
 SAY_EVERY_S = 5.0
+NUM_WATCHED = 8
+"""Calls of what may draw from the generators of `random` and NumPy, until it is taken not to."""
 _SAMPLING = threading.Lock()
-"""Held while a sampler draws from the process's generators."""
+"""Held while something draws from the process's generators."""
 
 
 @runtime_checkable
@@ -128,13 +131,27 @@ class LoadedSamples(Permuted, ABC):
         self.collate = collate or default_collate
         self.loader = loader
         self.batch_size = batch_size
+        self._drawing, self._collating = Drawing(), Drawing()
 
     @abstractmethod
     def load(self, indices: Tensor, place: Place | None = None) -> list[Any]:
         """The samples of these indices (n,), one by one."""
 
     def batch(self, indices: Tensor, place: Place | None = None) -> Batch:
-        return collated(self.load(indices, place), self.collate, place)
+        return self.collated(self.load(indices, place), place)
+
+    def collated(self, samples: list[Any], place: Place | None) -> Batch:
+        """The batch of samples that begin at `place`."""
+        seed = None if place is None else derive_seed(place.seed, "collate", *place[1:])
+        try:
+            with self._collating.under(seed):
+                return self.collate(samples)
+        except (TypeError, RuntimeError) as error:
+            if self.collate is not default_collate:
+                raise
+            raise DataError(
+                f"samples cannot be made a batch of: {error}; give a collate function"
+            ) from error
 
 
 class MapSamples(LoadedSamples):
@@ -191,14 +208,18 @@ class MapSamples(LoadedSamples):
             )
         return order
 
-    def load(self, indices: Tensor, place: Place | None = None) -> list[Any]:
+    def begin(self, indices: Tensor, place: Place | None) -> None:
+        """See that there are such samples, and tell the dataset its epoch."""
         if place is not None and place.epoch != self._epoch:
             self._epoch = place.epoch
             set_epoch(self.dataset, place.epoch)
         check_indices(indices, len(self.dataset))
+
+    def load(self, indices: Tensor, place: Place | None = None) -> list[Any]:
+        self.begin(indices, place)
         samples = []
         for number, index in enumerate(indices.tolist()):
-            with drawing(None if place is None else place.draw(number)):
+            with self._drawing.under(None if place is None else place.draw(number)):
                 samples.append(self.dataset[index])
         return samples
 
@@ -280,11 +301,11 @@ class StreamSamples(LoadedSamples):
             source = _one_by_one(self.loader)
         seed = derive_seed(place.seed, "stream", place.epoch)
         set_epoch(self.stream, place.epoch)
-        generator = torch.Generator().manual_seed(seed)
-        with _Draws(generator), _SAMPLING:
+        draws = _Draws(torch.Generator().manual_seed(seed))
+        with draws, _SAMPLING, isolated_python(seed):
             iterator = iter(source)
-        while True:
-            with _Draws(generator):
+        for number in itertools.count():
+            with draws, self._drawing.of_process(derive_seed(seed, number)):
                 try:
                     sample = next(iterator)
                 except StopIteration:
@@ -324,28 +345,37 @@ def _some(num_samples: int) -> int:
     return num_samples
 
 
-def collated(samples: list[Any], collate: Collate, place: Place | None) -> Batch:
-    """The batch of samples that begin at `place`."""
-    seed = None if place is None else derive_seed(place.seed, "collate", place.epoch, place.start)
-    try:
-        with drawing(seed):
-            return collate(samples)
-    except (TypeError, RuntimeError) as error:
-        if collate is not default_collate:
-            raise
-        raise DataError(
-            f"samples cannot be made a batch of: {error}; give a collate function"
-        ) from error
+class Drawing:
+    """What is drawn at random by a dataset, or by a collate function.
 
+    The generators of `random` and NumPy are the process's. They are seeded only for what draws from them,
+    which is found out at its first calls: the model of a user may draw from them in another thread.
+    """
 
-@contextmanager
-def drawing(seed: int | None) -> Iterator[None]:
-    """What this thread draws from PyTorch's generator meanwhile comes from one of `seed`; None: as ever."""
-    if seed is None:
-        yield
-    else:
-        with _Draws(torch.Generator().manual_seed(seed)):
+    def __init__(self) -> None:
+        self._num_watched, self._is_of_all = 0, False
+
+    @contextmanager
+    def under(self, seed: int | None) -> Iterator[None]:
+        """What this thread draws meanwhile comes from generators of `seed`; None: as ever."""
+        if seed is None:
             yield
+            return
+        with _Draws(torch.Generator().manual_seed(seed)), self.of_process(seed):
+            yield
+
+    @contextmanager
+    def of_process(self, seed: int) -> Iterator[None]:
+        """The same of the process's generators alone, where they are drawn from."""
+        if self._num_watched >= NUM_WATCHED and not self._is_of_all:
+            yield
+            return
+        with _SAMPLING, isolated_python(seed):
+            begun = None if self._is_of_all else python_state()
+            yield
+            if begun is not None:
+                self._num_watched += 1
+                self._is_of_all = begun != python_state()
 
 
 class _Draws(TorchFunctionMode):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from smolcluster.data.dataset import Batch, Place
-from smolcluster.data.loading import LoadedSamples, MapSamples, StreamSamples, collated
+from smolcluster.data.loading import LoadedSamples, MapSamples, StreamSamples
 from smolcluster.data.processes import (
     Work,
     end_processes,
@@ -102,7 +102,7 @@ class Prefetch:
     def collated(self, samples: list[Any], place: Place) -> Batch:
         """The batch of samples that were loaded; what is random in it by `place`."""
         with user_code("data"):
-            return collated(samples, self._samples.collate, place)
+            return self._samples.collated(samples, place)
 
     def close(self) -> None:
         self._thread.close()
@@ -163,13 +163,13 @@ def _failed(error: Exception) -> Future[Any]:
 
 
 def _load_seeded(samples: MapSamples, indices: Tensor, place: Place) -> list[Any]:
-    """In a process of its own: what `random` and NumPy draw for a sample depends on its place, too."""
+    """In a process of its own, whose generators are nobody else's."""
     loaded = []
     with user_code("data"):
-        for number, index in enumerate(torch.split(indices, 1)):
-            here = place._replace(start=place.start + number)
-            seed_process(here.draw(0))
-            loaded += samples.load(index, here)
+        samples.begin(indices, place)
+        for number, index in enumerate(indices.tolist()):
+            seed_process(place.draw(number))
+            loaded.append(samples.dataset[index])
     return loaded
 
 

@@ -4,7 +4,6 @@ import io
 import multiprocessing
 import os
 import pickle
-import random
 import signal
 import socket
 import stat
@@ -17,13 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker as torch_worker
 
 from smolcluster.data.dataset import Place
+from smolcluster.utils.isolated_rng import seed_python
 from smolcluster.utils.seed import derive_seed
 
 LOOK_EVERY_S = 1.0
@@ -122,8 +121,7 @@ def _fail(error: Exception, _indices: Tensor, _place: Place) -> list[Any]:
 
 def seed_process(seed: int) -> None:
     """Seed what is drawn by `random`, NumPy and PyTorch, in a process that only loads."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    seed_python(seed)
     torch.default_generator.manual_seed(seed)
 
 

@@ -1,6 +1,7 @@
 """Random numbers of a block that have no effect on those after it."""
 
 import gc
+import pickle
 import random
 import threading
 from collections.abc import Iterator
@@ -47,14 +48,31 @@ def isolated_rng(device: torch.device | None = None, seed: int | None = None) ->
 
     In the block they are those of `seed`, if there is one. `device`: whose generator counts beside the CPU's.
     """
-    pythons, numpys = random.getstate(), np.random.get_state()
-    with forked_rng(device):
+    with isolated_python(seed), forked_rng(device):
         if seed is not None:
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
             torch.default_generator.manual_seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(pythons)
-            np.random.set_state(numpys)
+        yield
+
+
+@contextmanager
+def isolated_python(seed: int | None) -> Iterator[None]:
+    """As `isolated_rng`, of the generators of NumPy and Python alone."""
+    kept = random.getstate(), np.random.get_state()
+    if seed is not None:
+        seed_python(seed)
+    try:
+        yield
+    finally:
+        random.setstate(kept[0])
+        np.random.set_state(kept[1])
+
+
+def seed_python(seed: int) -> None:
+    """Seed what `random` and NumPy draw from."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def python_state() -> bytes:
+    """The state of those generators, for comparison."""
+    return pickle.dumps((random.getstate(), np.random.get_state()))

@@ -35,6 +35,7 @@ from torch.utils.data import (
 from smolcluster.data import loading, processes
 from smolcluster.data.dataset import Place
 from smolcluster.data.loading import (
+    NUM_WATCHED,
     LoadedSamples,
     MapSamples,
     StreamSamples,
@@ -421,6 +422,26 @@ def test_a_stream_draws_under_a_seed_of_run_and_epoch() -> None:
     assert not torch.equal(first, drawn(1))
 
 
+class Shuffling(IterableDataset[Any]):
+    """Draws from a buffer, as streams are shuffled."""
+
+    def __iter__(self) -> Iterator[Any]:
+        buffer = list(range(5))
+        for number in range(5, 40):
+            place = random.randrange(5)  # noqa: S311
+            yield buffer[place], float(np.random.random())
+            buffer[place] = number
+
+
+def test_a_stream_that_is_shuffled_by_random_is_the_same_where_it_is_read_again() -> None:
+    """Such as by a resumed run, which passes over the samples that were applied."""
+    place = Place(SEED, 1, 0)
+    whole = StreamSamples(Shuffling(), samples_per_epoch=35).load(torch.arange(35), place)
+    rest = StreamSamples(Shuffling(), samples_per_epoch=35).load(torch.arange(20, 35), place)
+    assert rest == whole[20:]
+    assert len(set(whole)) == 35
+
+
 def test_a_stream_that_ends_too_soon_says_so() -> None:
     samples = StreamSamples(Stream(4), samples_per_epoch=6)
     with pytest.raises(DataError, match="ended after 4 samples of epoch 1, an epoch has 6"):
@@ -571,20 +592,54 @@ def stay(*_: Any) -> None:
 
 
 class Drawing(Numbers):
-    """Draws from every generator that there is."""
+    """Draws from every generator that there is, but for its first samples."""
 
     def __getitem__(self, index: int) -> Any:
-        return random.random(), float(np.random.random())  # noqa: S311
+        if index < 3:
+            return index, index, index
+        return random.random(), float(np.random.random()), float(torch.rand(()))  # noqa: S311
 
 
-def test_what_is_drawn_in_a_process_depends_on_the_samples_place_alone() -> None:
+def noisy(samples: list[Any]) -> list[Any]:
+    return [*samples, (random.random(), float(np.random.random()), float(torch.rand(())))]  # noqa: S311
+
+
+def test_what_is_drawn_depends_on_the_samples_place_alone() -> None:
+    """Whoever loads them."""
+
     def drawn(num_workers: int, start: int) -> list[Any]:
-        with loading_ahead(Drawing(), num_workers=num_workers) as prefetch:
-            return prefetch.load(torch.arange(start, 8), Place(SEED, 0, start))
+        loader = DataLoader(Drawing(40), num_workers=num_workers, collate_fn=noisy)  # type: ignore[arg-type]
+        with closing(Prefetch(samples_of(loader))) as prefetch:
+            return prefetch.batch(torch.arange(start, 40), Place(SEED, 0, start))
 
     first = drawn(2, 0)
-    assert len(set(first)) == 8
-    assert drawn(1, 3) == first[3:]
+    assert len(set(first)) == 41
+    for num_workers in (0, 1):
+        assert drawn(num_workers, 0) == first
+        assert drawn(num_workers, 3)[:-1] == first[3:-1]
+
+
+def test_what_draws_from_generators_of_the_process_leaves_them_alone() -> None:
+    samples, state = MapSamples(Drawing()), np.random.get_state()[1].sum()
+    random.seed(1)
+    expected = random.random()  # noqa: S311
+    random.seed(1)
+    samples.batch(torch.arange(10), Place(SEED, 0, 0))
+    assert (random.random(), np.random.get_state()[1].sum()) == (expected, state)  # noqa: S311
+
+
+def test_generators_of_the_process_are_left_to_who_computes_once_samples_have_drawn_nothing() -> (
+    None
+):
+    """Its model may draw from them while the next samples are loaded."""
+
+    class Looking(Numbers):
+        def __getitem__(self, _index: int) -> Any:
+            return random.getstate() == own
+
+    own = random.getstate()
+    found = MapSamples(Looking(20)).load(torch.arange(20), Place(SEED, 0, 0))
+    assert found == [False] * NUM_WATCHED + [True] * (20 - NUM_WATCHED)
 
 
 class OfItsProcess(Numbers):
