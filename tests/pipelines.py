@@ -108,12 +108,12 @@ def assert_are_the_model(workload: Workload, stages: Sequence[Stage], batch: Any
     value = model_input(workload, batch)
     for stage in stages:
         value = stage(value)
-    found, model = output_loss(workload)(value, batch), whole(workload).train()
-    expected = workload.loss(model, batch)
+    model = whole(workload).train()
+    results = (output_loss(workload)(value, batch), workload.loss(model, batch))
+    found, expected = (each if isinstance(each, Tensor) else each[0] / each[1] for each in results)
     torch.testing.assert_close(found, expected)
     for each in (found, expected):
-        total = each if isinstance(each, Tensor) else each[0]
-        total.backward()  # type: ignore[no-untyped-call]
+        each.backward()  # type: ignore[no-untyped-call]
     sums: dict[str, Tensor] = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():

@@ -20,7 +20,7 @@ from smolcluster.errors import SmolclusterError
 from smolcluster.training.buffers import kept_attributes
 from smolcluster.training.criterion import holders_of
 from smolcluster.training.replica import Replica
-from smolcluster.training.workload import LossFunction
+from smolcluster.training.workload import LossFunction, OutputLoss
 from smolcluster.utils.isolated_rng import isolated_rng
 from smolcluster.utils.user_code import user_code
 
@@ -78,6 +78,28 @@ class CutCheck:
         ):
             model.eval()
             said = said_of_cutting(loss_of, num_samples)
+        self._say(said)
+
+    def look_at_output(
+        self,
+        device: torch.device,
+        loss: LossFunction | OutputLoss,
+        num_samples: int,
+        loss_of: Callable[[slice], tuple[float, float]],
+    ) -> None:
+        """The same of a model's output for so many samples, of which `loss_of` takes some."""
+        said = None
+        with (
+            isolated_rng(device),
+            kept_attributes(holders_of(loss)),
+            torch.no_grad(),
+            suppress(SmolclusterError, RuntimeError, MemoryError),
+            user_code("loss"),
+        ):
+            said = said_of_cutting(loss_of, num_samples)
+        self._say(said)
+
+    def _say(self, said: str | None) -> None:
         if said is not None:
             self.is_done = True
             self._log.warning("%s", said)

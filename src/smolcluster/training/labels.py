@@ -11,6 +11,9 @@ from smolcluster.data.dataset import NO_TERM, Batch
 from smolcluster.data.pytree import tensors_in
 from smolcluster.training.workload import LossFunction, Terms, count_terms
 
+STANDS_FOR_ONE = "stands_for_a_model_of_transformers"
+"""An attribute of what returns the losses of such a model, which is elsewhere."""
+
 
 def lacks_labels(batch: Batch) -> bool:
     """Whether a tensor of the batch says of each of its places that no loss term belongs to it (-100)."""
@@ -25,7 +28,11 @@ class LabelsSeen:
     """The losses that Hugging Face models in a model have returned, and how many labels each has."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._models = [each for each in model.modules() if is_from_transformers(each)]
+        self._models = [
+            each
+            for each in model.modules()
+            if is_from_transformers(each) or getattr(each, STANDS_FOR_ONE, False)
+        ]
         self._found: list[tuple[Tensor, Tensor]] = []
 
     @contextmanager
@@ -44,11 +51,15 @@ class LabelsSeen:
 
         Of a loss that such a model has returned they are its labels that count.
         """
+        return count_terms(self.counted(result), num_samples, of=of, what=what)
+
+    def counted(self, result: Any) -> Any:
+        """The sum over labels, (), and their number, if that is such a model's loss; else the result."""
         for loss, labelled in self._found:
             if result is loss:
                 number = labelled.to(loss.device)
                 return torch.where(number > 0, loss * number, torch.zeros_like(loss)), number
-        return count_terms(result, num_samples, of=of, what=what)
+        return result
 
     def _note(self, module: Any, _given: object, named: dict[str, Any], output: Any) -> None:
         labels, loss = named.get("labels"), getattr(output, "loss", None)

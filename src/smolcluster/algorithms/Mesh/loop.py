@@ -78,6 +78,7 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
         trainer = _trainer(
             training.workload, train, config, groups, seed=context.run.seed, meter=meter
         )
+        trainer.check_cutting(context.log)
         trainer.scaler = replica.scaler  # whose state is saved, and shown
         shards = Shards(trainer, replica.layers)
         share_state(trainer, shards, {WEIGHTS: replica.params, **_state_of(replica)})
@@ -215,6 +216,7 @@ def follow(
         train = workload.training.applied_to(train)
         meter = _measuring(Meter(), train, groups)
         trainer = _trainer(workload, train, config, groups, seed=seed, meter=meter)
+        trainer.check_cutting(log)
         stats = ProcessStats(meter)
         groups.watch.tell(lambda: stats.report(with_spans=False).model_dump())
         shards = Shards(trainer, ())

@@ -1,5 +1,6 @@
 """Training steps on a mesh, equal to those of one process with the same batches."""
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,6 +22,7 @@ from smolcluster.data.permutation import EpochOrders, Range
 from smolcluster.errors import NonFiniteLoss, OutOfMemory, UserCodeError
 from smolcluster.training.buffers import plain_name
 from smolcluster.training.compute import Microbatch
+from smolcluster.training.cutting import CutCheck
 from smolcluster.training.layer_seeds import LayerSeeds
 from smolcluster.training.loop import StepTaken
 from smolcluster.training.modes import begin_training
@@ -139,6 +141,15 @@ class MeshTrainer:
         own = str(self.slots[0].parameter.dtype).partition(".")[2] if self.slots else ""
         dtype = next((each for each in groups.all_told(own) if each), "float32")
         self.dtype: torch.dtype = getattr(torch, dtype)
+
+    def check_cutting(self, log: logging.Logger) -> None:
+        """Say once if the loss depends on how a batch is cut, where this rank can tell by itself."""
+        sizes = self.groups.sizes
+        if sizes.num_shares * self._num_parts == 1 or sizes.tp > 1 or self.groups.share:
+            return
+        check = CutCheck(log)
+        for each in self._stages.values():
+            each.cut_check = check
 
     def step(
         self, samples_applied: int, version: int, note: Callable[[Span], None] | None = None

@@ -284,6 +284,8 @@ class Worker:
                 self.stages[stage] = OwnStage.of(
                     replica, training.workload, training.seed, recompute=self.config.recomputes
                 )
+                if self.config.microbatches > 1:
+                    self.stages[stage].compute.cut_check = training.cut_check
         if plan.step is not None:
             self.load_state(plan)
         route = Route(

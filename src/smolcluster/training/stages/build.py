@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from smolcluster.data.dataset import Batch
 from smolcluster.errors import ConfigError, SmolclusterError
+from smolcluster.training.labels import LabelsSeen
 from smolcluster.training.lazy import check_shapes
 from smolcluster.training.modes import begin_training
 from smolcluster.training.pretrained import Pretrained
@@ -196,6 +197,10 @@ class _Probe(nn.Module):
 class Answer(nn.Module):
     """Stands for a model whose output comes from the last stage of a pipeline."""
 
+    stands_for_a_model_of_transformers = True
+    loss_type = "ForCausalLM"
+    """Of the loss of `Logits`, as transformers calls it."""
+
     def __init__(self, output: Callable[[], Any]) -> None:
         super().__init__()
         self._output = output
@@ -228,6 +233,7 @@ def output_loss(
 ) -> Callable[[Any, Batch], Terms | Tensor]:
     """(the last stage's output, batch) to what the workload's loss returns where its model gives that.
 
+    Of a mean over labels that a model of transformers returns it is their sum and their number.
     `model_returned` is called where the model would return, such as to seed what the loss draws then.
     """
     own = workload.output_loss
@@ -254,6 +260,10 @@ def output_loss(
             model_returned()
             return output
 
-        return workload.loss(Answer(answer), batch)
+        stand_in = Answer(answer)
+        seen = LabelsSeen(stand_in)
+        with seen.watching():
+            result: Terms | Tensor = seen.counted(workload.loss(stand_in, batch))
+        return result
 
     return loss

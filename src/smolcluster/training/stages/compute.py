@@ -21,10 +21,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from smolcluster.configs.schema import Precision
 from smolcluster.data.dataset import Batch, Place
-from smolcluster.data.pytree import map_tensors, tensors_in
+from smolcluster.data.pytree import has_a_row_a_sample, map_tensors, rows, tensors_in
 from smolcluster.errors import ProtocolError
 from smolcluster.training.batches import placed
 from smolcluster.training.compute import autocast
+from smolcluster.training.cutting import CutCheck
+from smolcluster.training.labels import lacks_labels
 from smolcluster.training.layer_seeds import LayerSeeds
 from smolcluster.training.modes import evaluating
 from smolcluster.training.stages.build import model_input, output_loss
@@ -49,6 +51,7 @@ class _Held:
         leaves: the value's tensors of floats, which collect gradients.
         edges: where gradients enter: the output's tensors that have any, and how many it has in all.
         scales: the gradient of the loss itself, on the last stage.
+        is_unlabelled: whether the batch says of all its places that no loss term belongs to them.
     """
 
     place: Place
@@ -58,6 +61,7 @@ class _Held:
     leaves: list[Tensor] = field(default_factory=list)
     edges: list[GradientEdge | None] = field(default_factory=list)
     scales: list[Tensor] = field(default_factory=list)
+    is_unlabelled: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class StageCompute:
     Attributes:
         stage: its layers.
         loss_scale: what the loss is multiplied by for the backward; `end_step` tells it unscaled.
+        cut_check: of what the loss makes of batches that are cut; None: nobody looks.
     """
 
     def __init__(
@@ -93,6 +98,7 @@ class StageCompute:
             around: what the user's code runs in; it must name that code's exceptions, as `user_code` does.
         """
         self.stage, self.loss_scale = stage, 1.0
+        self.cut_check: CutCheck | None = None
         self._workload, self._seeds = workload, seeds
         self._precision, self._recompute, self._around = precision, recompute, around
         self._loss = output_loss(workload, self._model_returned)
@@ -127,6 +133,7 @@ class StageCompute:
         """
         self._seeds.begin(place)
         held = _Held(place, *self._given(value, batch), num_samples)
+        held.is_unlabelled = self.stage.is_last and lacks_labels(batch)
         self._held[microbatch] = held
         if self.stage.is_last:
             self._with_graph(held)
@@ -212,14 +219,37 @@ class StageCompute:
         with self._calling("loss"):
             self._seeds.begin(held.place)  # what it draws, it draws again: see `model_input`
             result = self._loss(output, held.batch)
-        num_samples = max(1, held.num_samples)
-        total, count = count_terms(result, num_samples, of=self._users_loss)
+        total, count = count_terms(result, max(1, held.num_samples), of=self._users_loss)
+        floats = floats_in(output) if held.is_unlabelled and not total.isfinite() else []
+        if floats:  # a mean over no terms
+            total, count = total.new_zeros(()), 0
+            total = total + sum(each.sum() for each in floats) * 0.0
         whole = getattr(total, "full_tensor", None)  # of a DTensor, whose module takes long to load
         total = total if whole is None else whole()
         if held.num_samples:
             self._totals.append(total.detach())
             self._counts.append(count)
+            self._look_at_cutting(held, output)
         return total.float() if total.dtype.itemsize < torch.float32.itemsize else total
+
+    def _look_at_cutting(self, held: _Held, output: Any) -> None:
+        """Say once if the loss of a microbatch's output is another one when it is computed in two parts."""
+        check, both, num_samples = self.cut_check, (output, held.batch), held.num_samples
+        if check is None or not all(has_a_row_a_sample(each, num_samples) for each in both):
+            return
+        if not all(each.ndim for each in tensors_in(output)):
+            return  # who knows of how many samples it is
+
+        def loss_of(places: slice) -> tuple[float, float]:
+            some = [rows(each, num_samples, places) for each in both]
+            with self._calling("loss"):
+                self._seeds.begin(held.place)
+                result = self._loss(*some)
+            total, number = count_terms(result, places.stop - places.start, of=self._users_loss)
+            return float(total), float(number)
+
+        if check.is_due():
+            check.look_at_output(self._seeds.device, self._users_loss, num_samples, loss_of)
 
     def _run(self, held: _Held, value: Batch) -> Any:
         self._seeds.at(held.place)

@@ -8,11 +8,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipelines import SEED, assert_are_the_model
+from pipelines import SEED, assert_are_the_model, whole
 from pretrained_models import transformers
+from smolcluster.data.loading import samples_of
 from smolcluster.errors import ConfigError
+from smolcluster.training.evaluate import LOSS, evaluate
 from smolcluster.training.stages import huggingface
-from smolcluster.training.stages.build import build_stage, num_layers
+from smolcluster.training.stages.build import (
+    Answer,
+    build_stage,
+    model_input,
+    num_layers,
+    output_loss,
+)
 from smolcluster.training.stages.huggingface import language_model
 from smolcluster.training.workload import Workload
 
@@ -108,6 +116,24 @@ def test_three_stages_are_the_model(architecture: str) -> None:
     cuts = ((0, 1), (1, 2), (2, 3))
     stages = [build_stage(trained, *cut, SEED, torch.device("cpu")) for cut in cuts]
     assert_are_the_model(trained, stages, batch())
+
+
+def test_the_labels_of_stages_count_as_those_of_the_model() -> None:
+    """In training, and where the last stage evaluates."""
+    trained, given = of("llama"), batch()
+    given["labels"] = given["labels"].where(given["attention_mask"] > 0, -100)
+    device = torch.device("cpu")
+    value = model_input(trained, given)
+    for cut in ((0, 1), (1, 3)):
+        value = build_stage(trained, *cut, SEED, device)(value)
+    stand_in = Answer(lambda: value)
+    model = whole(trained).eval()
+    mean, num_labels = model(**given).loss.item(), 6
+    total, number = output_loss(trained)(value, given)
+    assert (total.item(), number) == (pytest.approx(mean * num_labels), num_labels)
+    samples = samples_of([{name: each[row] for name, each in given.items()} for row in range(2)])
+    found = evaluate(stand_in, samples, device, loss=trained.loss, dtype=torch.float32)
+    assert found == {LOSS: (pytest.approx(mean * num_labels), num_labels)}
 
 
 def test_no_stage_has_what_another_one_has_but_a_tied_embedding() -> None:

@@ -1,11 +1,13 @@
 """A step's microbatches through all stages, by every schedule: one process's loss and gradients."""
 
+import logging
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import pipelines
 from pipelines import (
@@ -23,6 +25,7 @@ from smolcluster.data.dataset import Batch, Place
 from smolcluster.errors import ProtocolError, UserCodeError
 from smolcluster.models.SimpleNN import SimpleNN
 from smolcluster.training.builtin import cross_entropy
+from smolcluster.training.cutting import CutCheck
 from smolcluster.training.schedules.instructions import SCHEDULES, generate, stage_ranks
 from smolcluster.training.stages.compute import StageLoss
 from smolcluster.training.workload import Terms, Workload
@@ -163,6 +166,57 @@ def test_samples_that_keep_others_company_count_nothing(num_stages: int) -> None
     part = parts_of(tokens()[:1], [0])
     assert by_hand(generate("1f1b", num_stages, 1), stages, part) == StageLoss()
     assert not any(each.replica.grads.any() for each in stages)
+
+
+def mean_over_labels(model: nn.Module, batch: Batch) -> Tensor:
+    return functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_a_microbatch_without_labels_counts_nothing(schedule: str) -> None:
+    """A mean over no label is NaN, as PyTorch's cross-entropy gives it."""
+    workload, batches = gpt(), tokens()
+    workload.loss = mean_over_labels
+    for number in (0, 3):
+        batches[number][1].fill_(-100)
+    loss, stages = run(workload, schedule, 2, batches)
+    labelled = [
+        (each, size) for each, size in zip(batches, SIZES, strict=True) if (each[1] >= 0).any()
+    ]
+    model, total = whole(workload), 0.0
+    for each, size in labelled:
+        weighted = workload.loss(model, each) * size
+        weighted.backward()
+        total += weighted.item()
+    assert loss.total == pytest.approx(total, rel=1e-9)
+    assert loss.num_terms == sum(size for _, size in labelled)
+    expected = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    assert_close(summed(stages), expected)
+
+
+@pytest.mark.parametrize(
+    ("loss", "num_ignored", "is_said"),
+    [(mean_over_labels, 4, True), (cross_entropy, 4, False), (mean_over_labels, 0, False)],
+    ids=["a mean of means", "terms", "equally many terms"],
+)
+def test_a_loss_that_depends_on_the_cut_is_told_of_once(
+    loss: Any, num_ignored: int, *, is_said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    workload, batches = gpt(), tokens()
+    workload.loss = loss
+    for _, targets in batches:
+        targets[targets < 0] = 1
+        targets[0, :num_ignored] = -100
+    expected, _ = run(workload, "1f1b", 2, batches)
+    stages = stages_of(workload, even_cuts(workload, 2))
+    for each in stages:
+        each.compute.cut_check = CutCheck(logging.getLogger("smolcluster.test"))
+    for _ in range(2):
+        found = by_hand(generate("1f1b", 2, len(SIZES)), stages, parts_of(batches, SIZES))
+        assert found == expected
+    told = [each.getMessage() for each in caplog.records]
+    assert len(told) == is_said
+    assert all("(sum, number)" in each for each in told)
 
 
 class Mixing(nn.Linear):
