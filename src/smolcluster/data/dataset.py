@@ -44,7 +44,8 @@ class Samples(Protocol):
 
         Args:
             indices: as `order` gives them.
-            place: where in the run they stand, for what is drawn at random or read in order; None: nowhere.
+            place: where in the run they stand, for what is drawn at random or read in order; None: they are
+                held out, and what is drawn is the same each time.
 
         Raises:
             DataError: an index lies outside the split.

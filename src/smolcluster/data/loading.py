@@ -141,10 +141,10 @@ class LoadedSamples(Permuted, ABC):
         return self.collated(self.load(indices, place), place)
 
     def collated(self, samples: list[Any], place: Place | None) -> Batch:
-        """The batch of samples that begin at `place`."""
-        seed = None if place is None else derive_seed(place.seed, "collate", *place[1:])
+        """The batch of samples that begin at `place`; None: that are held out."""
+        seed, *where = place or Place(0, 0, 0)
         try:
-            with self._collating.under(seed):
+            with self._collating.under(derive_seed(seed, "collate", *where)):
                 return self.collate(samples)
         except (TypeError, RuntimeError) as error:
             if self.collate is not default_collate:
@@ -219,7 +219,8 @@ class MapSamples(LoadedSamples):
         self.begin(indices, place)
         samples = []
         for number, index in enumerate(indices.tolist()):
-            with self._drawing.under(None if place is None else place.draw(number)):
+            seed = derive_seed(0, "held out", index) if place is None else place.draw(number)
+            with self._drawing.under(seed):
                 samples.append(self.dataset[index])
         return samples
 
@@ -356,11 +357,8 @@ class Drawing:
         self._num_watched, self._is_of_all = 0, False
 
     @contextmanager
-    def under(self, seed: int | None) -> Iterator[None]:
-        """What this thread draws meanwhile comes from generators of `seed`; None: as ever."""
-        if seed is None:
-            yield
-            return
+    def under(self, seed: int) -> Iterator[None]:
+        """What this thread draws meanwhile comes from generators of `seed`."""
         with _Draws(torch.Generator().manual_seed(seed)), self.of_process(seed):
             yield
 

@@ -619,6 +619,15 @@ def test_what_is_drawn_depends_on_the_samples_place_alone() -> None:
         assert drawn(num_workers, 3)[:-1] == first[3:-1]
 
 
+def test_what_is_held_out_is_drawn_alike_at_each_evaluation() -> None:
+    """First and last stage of a pipeline gather it both."""
+    samples = MapSamples(Drawing(40), noisy)
+    first = samples.batch(torch.arange(40))
+    assert len(set(first)) == 41
+    assert samples.batch(torch.arange(40)) == first
+    assert MapSamples(Drawing(40), noisy).batch(torch.arange(20, 40))[:-1] == first[20:-1]
+
+
 def test_what_draws_from_generators_of_the_process_leaves_them_alone() -> None:
     samples, state = MapSamples(Drawing()), np.random.get_state()[1].sum()
     random.seed(1)
