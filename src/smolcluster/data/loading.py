@@ -10,20 +10,15 @@ import copy
 import itertools
 import operator
 import random
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional, init
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
@@ -33,10 +28,11 @@ from torch.utils.data import (
 )
 
 from smolcluster.data.dataset import Batch, Permuted, Place, Samples, check_indices
+from smolcluster.data.drawing import DRAWING, Drawing, OfThread
 from smolcluster.data.permutation import epoch_permutation
 from smolcluster.data.processes import begin_to_read
 from smolcluster.errors import ConfigError, DataError
-from smolcluster.utils.isolated_rng import isolated_python, isolated_rng, python_state
+from smolcluster.utils.isolated_rng import isolated_rng
 from smolcluster.utils.seed import derive_seed
 from smolcluster.utils.user_code import user_code
 
@@ -45,10 +41,6 @@ Drawn = TypeVar("Drawn")
 COUNT_PATIENCE_S = 30.0
 """How long a stream or a sampler is counted; one that is endless must not be counted for ever."""
 SAY_EVERY_S = 5.0
-NUM_WATCHED = 8
-"""Calls of what may draw from the generators of `random` and NumPy, until it is taken not to."""
-_SAMPLING = threading.Lock()
-"""Held while something draws from the process's generators."""
 
 
 @runtime_checkable
@@ -126,12 +118,17 @@ class LoadedSamples(Permuted, ABC):
     """A user's samples, which `collate` makes a batch of; None: PyTorch's `default_collate`."""
 
     def __init__(
-        self, collate: Collate | None, loader: DataLoader[Any] | None, batch_size: int | None
+        self,
+        drawer: object,
+        collate: Collate | None,
+        loader: DataLoader[Any] | None,
+        batch_size: int | None,
     ) -> None:
+        """`drawer`: what makes the samples, at random perhaps."""
         self.collate = collate or default_collate
         self.loader = loader
         self.batch_size = batch_size
-        self._drawing, self._collating = Drawing(), Drawing()
+        self.drawing, self._collating = Drawing(drawer), Drawing(self.collate)
 
     @abstractmethod
     def load(self, indices: Tensor, place: Place | None = None) -> list[Any]:
@@ -165,7 +162,7 @@ class MapSamples(LoadedSamples):
         batch_size: int | None = None,
     ) -> None:
         """`loader`, if there is one, says which samples make an epoch, and in which order."""
-        super().__init__(collate, loader, batch_size)
+        super().__init__(dataset, collate, loader, batch_size)
         self.dataset = dataset
         self._epoch: int | None = None
         """That the dataset was told last."""
@@ -220,7 +217,7 @@ class MapSamples(LoadedSamples):
         samples = []
         for number, index in enumerate(indices.tolist()):
             seed = derive_seed(0, "held out", index) if place is None else place.draw(number)
-            with self._drawing.under(seed):
+            with self.drawing.under(seed):
                 samples.append(self.dataset[index])
         return samples
 
@@ -237,7 +234,7 @@ class StreamSamples(LoadedSamples):
         batch_size: int | None = None,
     ) -> None:
         """`loader` reads the stream in processes, if it has any."""
-        super().__init__(collate, loader, batch_size)
+        super().__init__(stream, collate, loader, batch_size)
         self.stream = stream
         self.samples_per_epoch = samples_per_epoch
         self._counted: int | None = None
@@ -302,11 +299,11 @@ class StreamSamples(LoadedSamples):
             source = _one_by_one(self.loader)
         seed = derive_seed(place.seed, "stream", place.epoch)
         set_epoch(self.stream, place.epoch)
-        draws = _Draws(torch.Generator().manual_seed(seed))
-        with draws, _SAMPLING, isolated_python(seed):
+        draws = OfThread(torch.Generator().manual_seed(seed))
+        with draws, self.drawing.of_process(seed):
             iterator = iter(source)
         for number in itertools.count():
-            with draws, self._drawing.of_process(derive_seed(seed, number)):
+            with draws, self.drawing.of_process(derive_seed(seed, number)):
                 try:
                     sample = next(iterator)
                 except StopIteration:
@@ -346,104 +343,6 @@ def _some(num_samples: int) -> int:
     return num_samples
 
 
-class Drawing:
-    """What is drawn at random by a dataset, or by a collate function.
-
-    The generators of `random` and NumPy are the process's. They are seeded only for what draws from them,
-    which is found out at its first calls: the model of a user may draw from them in another thread.
-    """
-
-    def __init__(self) -> None:
-        self._num_watched, self._is_of_all = 0, False
-
-    @contextmanager
-    def under(self, seed: int) -> Iterator[None]:
-        """What this thread draws meanwhile comes from generators of `seed`."""
-        with _Draws(torch.Generator().manual_seed(seed)), self.of_process(seed):
-            yield
-
-    @contextmanager
-    def of_process(self, seed: int) -> Iterator[None]:
-        """The same of the process's generators alone, where they are drawn from."""
-        if self._num_watched >= NUM_WATCHED and not self._is_of_all:
-            yield
-            return
-        with _SAMPLING, isolated_python(seed):
-            begun = None if self._is_of_all else python_state()
-            yield
-            if begun is not None:
-                self._num_watched += 1
-                self._is_of_all = begun != python_state()
-
-
-class _Draws(TorchFunctionMode):
-    """Draws from a generator of its own: the process's is everybody's, and another thread may compute."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()
-        self._generator = generator
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _WITHOUT_GENERATOR:
-            with _Inside(self._generator):
-                return func(*args, **kwargs)
-        if func in _RANDOM and kwargs.get("generator") is None:
-            kwargs = kwargs | {"generator": self._generator}
-        return func(*args, **kwargs)
-
-
-class _Inside(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives a generator to what a function draws that takes none itself. It makes all else slower."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._generator = generator
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        takes_one = any(each.name == "generator" for each in func._schema.arguments)
-        if takes_one and kwargs.get("generator") is None:
-            kwargs = kwargs | {"generator": self._generator}
-        return func(*args, **kwargs)
-
-
-_RANDOM = frozenset(
-    {
-        *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.normal),
-        *(torch.rand_like, torch.randn_like, torch.randint_like),
-        *(torch.bernoulli, torch.multinomial, torch.poisson, torch.binomial),
-        *(torch._standard_gamma, torch._sample_dirichlet),  # of distributions, such as Beta
-        *(getattr(Tensor, name) for name in ("bernoulli", "multinomial", "bernoulli_", "random_")),
-        *(
-            getattr(Tensor, f"{name}_")
-            for name in ("uniform", "normal", "exponential", "log_normal")
-        ),
-        *(getattr(Tensor, f"{name}_") for name in ("cauchy", "geometric")),
-        *(init.uniform_, init.normal_, init.trunc_normal_, init.orthogonal_, init.sparse_),
-        *(init.kaiming_uniform_, init.kaiming_normal_, init.xavier_uniform_, init.xavier_normal_),
-    }
-)
-_WITHOUT_GENERATOR = frozenset(
-    getattr(place, name)
-    for place in (torch, functional)
-    for name in dir(place)
-    if any(word in name for word in ("dropout", "rrelu", "gumbel"))
-)
-
-
 def _sampler_of(loader: DataLoader[Any]) -> Iterable[Any]:
     own = loader.batch_sampler
     return loader.sampler if own is None or loader.batch_size is not None else own
@@ -469,7 +368,7 @@ def _drawn(sampler: Iterable[Any], seed: int, epoch: int, of_batches: int | None
     if getattr(sampler, "generator", False) is None:
         sampler = copy.copy(sampler)
         sampler.generator = torch.Generator().manual_seed(seed)  # type: ignore[attr-defined]
-    with _SAMPLING, isolated_rng(seed=seed):
+    with DRAWING, isolated_rng(seed=seed):
         every = _ending(
             sampler, f"the sampler {type(sampler).__qualname__}", "let it end after each epoch"
         )

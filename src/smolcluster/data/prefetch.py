@@ -169,6 +169,7 @@ def _load_seeded(samples: MapSamples, indices: Tensor, place: Place) -> list[Any
         samples.begin(indices, place)
         for number, index in enumerate(indices.tolist()):
             seed_process(place.draw(number))
+            samples.drawing.seed_own(place.draw(number))
             loaded.append(samples.dataset[index])
     return loaded
 

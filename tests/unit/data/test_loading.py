@@ -34,8 +34,8 @@ from torch.utils.data import (
 
 from smolcluster.data import loading, processes
 from smolcluster.data.dataset import Place
+from smolcluster.data.drawing import NUM_WATCHED
 from smolcluster.data.loading import (
-    NUM_WATCHED,
     LoadedSamples,
     MapSamples,
     StreamSamples,
@@ -425,8 +425,11 @@ def test_a_stream_draws_under_a_seed_of_run_and_epoch() -> None:
 class Shuffling(IterableDataset[Any]):
     """Draws from a buffer, as streams are shuffled."""
 
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
     def __iter__(self) -> Iterator[Any]:
-        buffer = list(range(5))
+        buffer = self.generator.permutation(5)
         for number in range(5, 40):
             place = random.randrange(5)  # noqa: S311
             yield buffer[place], float(np.random.random())
@@ -435,8 +438,9 @@ class Shuffling(IterableDataset[Any]):
 
 def test_a_stream_that_is_shuffled_by_random_is_the_same_where_it_is_read_again() -> None:
     """Such as by a resumed run, which passes over the samples that were applied."""
-    place = Place(SEED, 1, 0)
-    whole = StreamSamples(Shuffling(), samples_per_epoch=35).load(torch.arange(35), place)
+    place, samples = Place(SEED, 1, 0), StreamSamples(Shuffling(), samples_per_epoch=35)
+    samples.load(torch.arange(35), Place(SEED, 0, 0))
+    whole = samples.load(torch.arange(35), place)
     rest = StreamSamples(Shuffling(), samples_per_epoch=35).load(torch.arange(20, 35), place)
     assert rest == whole[20:]
     assert len(set(whole)) == 35
@@ -591,13 +595,33 @@ def stay(*_: Any) -> None:
     time.sleep(600)
 
 
+class Noise:
+    """A transform that keeps generators of its own."""
+
+    def __init__(self) -> None:
+        self.numpys, self.olds = np.random.default_rng(0), np.random.RandomState(0)
+        self.by_name: dict[str, Any] = {"torch": torch.Generator(), "python": random.Random(0)}  # noqa: S311
+
+    def __call__(self) -> tuple[float, ...]:
+        drawn = torch.rand((), generator=self.by_name["torch"])
+        own = (self.numpys.random(), self.olds.random(), self.by_name["python"].random())
+        return (*own, drawn.item())
+
+
 class Drawing(Numbers):
     """Draws from every generator that there is, but for its first samples."""
+
+    def __init__(self, length: int = 10) -> None:
+        super().__init__(length)
+        self.transforms = [Noise(), Noise()]
 
     def __getitem__(self, index: int) -> Any:
         if index < 3:
             return index, index, index
-        return random.random(), float(np.random.random()), float(torch.rand(()))  # noqa: S311
+        drawn = random.random(), float(np.random.random()), float(torch.rand(()))  # noqa: S311
+        own = [each() for each in self.transforms]
+        assert len({*own[0], *own[1]}) == 8, "no two draw alike"
+        return (*drawn, *own)
 
 
 def noisy(samples: list[Any]) -> list[Any]:
@@ -633,7 +657,7 @@ def test_what_draws_from_generators_of_the_process_leaves_them_alone() -> None:
     random.seed(1)
     expected = random.random()  # noqa: S311
     random.seed(1)
-    samples.batch(torch.arange(10), Place(SEED, 0, 0))
+    samples.load(torch.arange(10), Place(SEED, 0, 0))
     assert (random.random(), np.random.get_state()[1].sum()) == (expected, state)  # noqa: S311
 
 
