@@ -46,7 +46,8 @@ class Prefetch:
     @property
     def num_processes(self) -> int:
         loader = self._samples.loader
-        return loader.num_workers if loader and isinstance(self._samples, MapSamples) else 0
+        is_map = isinstance(self._samples, MapSamples)
+        return loader.num_workers if loader is not None and is_map else 0
 
     def want(self, indices: Tensor, place: Place) -> None:
         """Begin to load samples (n,), but those that are loaded; returns at once. Any thread."""

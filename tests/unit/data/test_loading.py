@@ -726,8 +726,11 @@ class Shared(IterableDataset[Any]):
 
 def test_a_stream_is_read_by_the_loaders_processes() -> None:
     samples = samples_of(DataLoader(Shared(), batch_size=4, num_workers=2))
+    assert isinstance(samples, StreamSamples)
     assert samples.num_samples == 8
-    assert samples.batch(torch.arange(8), Place(SEED, 0, 0)).tolist() == list(range(8))
+    with closing(Prefetch(samples)) as prefetch:
+        found = prefetch.batch(torch.arange(8), Place(SEED, 0, 0))
+    assert found.tolist() == list(range(8))
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
