@@ -4,6 +4,7 @@ A stage is a module of its own that holds the model's modules under the model's 
 optimizer states and checkpoints of all stages have the names that they have in one process.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -115,6 +116,12 @@ def _register(stage: nn.Module, model: nn.Module, own: Sequence[nn.Module]) -> N
     """Give `stage` the modules and parameters of its layers under their names in `model`."""
     modules = {id(module): name for name, module in model.named_modules() if name}
     tensors = {id(each): name for name, each in (*model.named_parameters(), *model.named_buffers())}
+    here = {id(each) for layer in own for each in layer.parameters()}
+    for name, each in _with_several_names(model):
+        if (
+            id(each) in here
+        ):  # first, so that it has the model's own name also where that one's module is not
+            place_at(stage, name, each)
     for module in _topmost(own, set(modules)):
         place_at(stage, modules[id(module)], module)
     known = {id(each) for each in (*stage.parameters(), *stage.buffers())}
@@ -128,6 +135,12 @@ def _register(stage: nn.Module, model: nn.Module, own: Sequence[nn.Module]) -> N
                 )
             place_at(stage, tensors[id(tensor)], tensor)
             known.add(id(tensor))
+
+
+def _with_several_names(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that several modules have, such as a tied embedding, under the model's names."""
+    names = Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
+    return [(name, each) for name, each in model.named_parameters() if names[id(each)] > 1]
 
 
 def _topmost(layers: Sequence[nn.Module], known: set[int]) -> Iterator[nn.Module]:

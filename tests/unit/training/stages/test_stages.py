@@ -34,10 +34,34 @@ def sequential() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
+class Tied(nn.Module):
+    """Its output layer has the embedding's weight under a name of its own, which may be the first one."""
+
+    def __init__(self, *, head_first: bool) -> None:
+        super().__init__()
+        head = nn.Linear(8, 11, bias=False)
+        if head_first:
+            self.head = head
+        self.embedding = nn.Embedding(11, 8)
+        self.inner = nn.Linear(8, 8)
+        self.head = head
+        self.head.weight = self.embedding.weight
+
+    def stages(self) -> list[nn.Module]:
+        return [self.embedding, self.inner, self.head]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map (B, T) to (B, T, 11)."""
+        logits: Tensor = self.head(self.inner(self.embedding(tokens)))
+        return logits
+
+
 MODELS = {
     "sequential": (sequential, FEATURES),
     "SimpleNN": (lambda: SimpleNN(6, 8, 3), FEATURES),
     "GPT": (lambda: GPT(SIZES, 11), TOKENS),
+    "tied": (lambda: Tied(head_first=False), TOKENS),
+    "tied, head first": (lambda: Tied(head_first=True), TOKENS),
 }
 
 
@@ -58,10 +82,22 @@ def test_stages_give_the_loss_and_gradients_of_the_whole_model(name: str, cuts: 
     assert_are_the_model(trained, stages_of(trained, *cuts), batch)
 
 
-def test_a_tied_embedding_is_of_the_first_and_the_last_stage() -> None:
-    first, middle, last = stages_of(workload(MODELS["GPT"][0]), 1, 3)
-    assert first.tied == last.tied == ("wte.weight",)
+@pytest.mark.parametrize(
+    ("name", "cuts", "tied"),
+    [
+        ("GPT", (1, 3), "wte.weight"),
+        ("tied", (1, 2), "embedding.weight"),
+        ("tied, head first", (1, 2), "head.weight"),
+    ],
+)
+def test_a_tied_embedding_is_of_the_first_and_the_last_stage(
+    name: str, cuts: tuple[int, int], tied: str
+) -> None:
+    """Under the model's name for it."""
+    first, middle, last = stages_of(workload(MODELS[name][0]), *cuts)
+    assert first.tied == last.tied == (tied,)
     assert middle.tied == ()
+    assert tied in dict(first.named_parameters()).keys() & dict(last.named_parameters()).keys()
     assert (first.is_first, middle.is_first, last.is_last) == (True, False, True)
 
 
