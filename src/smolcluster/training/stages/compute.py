@@ -104,6 +104,8 @@ class StageCompute:
         self._loss = output_loss(workload, self._model_returned)
         self._users_loss = workload.output_loss or workload.loss
         self._held: dict[int, _Held] = {}
+        self._single: tuple[Any, Batch] | None = None
+        """Output and batch of a microbatch of one sample, for `cut_check`."""
         self._deferred: dict[int, Deferred] = {}
         self._totals: list[Tensor] = []
         self._counts: list[float | Tensor] = []
@@ -233,12 +235,27 @@ class StageCompute:
         return total.float() if total.dtype.itemsize < torch.float32.itemsize else total
 
     def _look_at_cutting(self, held: _Held, output: Any) -> None:
-        """Say once if the loss of a microbatch's output is another one when it is computed in two parts."""
+        """Say once if the loss of a microbatch's output is another one when it is computed in two parts.
+
+        One of a single sample is looked at together with the next one.
+        """
         check, both, num_samples = self.cut_check, (output, held.batch), held.num_samples
         if check is None or not all(has_a_row_a_sample(each, num_samples) for each in both):
             return
         if not all(each.ndim for each in tensors_in(output)):
             return  # who knows of how many samples it is
+        if self._single is None and not check.is_due():
+            return
+        if num_samples == 1 and self._single is None:
+            self._single = map_tensors(both, Tensor.detach)
+            return
+        if num_samples == 1:
+            before, following, self._single = self._single, iter(tensors_in(both)), None
+            try:
+                both = map_tensors(before, lambda each: torch.cat([each, next(following)]))
+            except (RuntimeError, StopIteration):  # such as of sequences of another length
+                return
+            num_samples = 2
 
         def loss_of(places: slice) -> tuple[float, float]:
             some = [rows(each, num_samples, places) for each in both]
@@ -248,8 +265,7 @@ class StageCompute:
             total, number = count_terms(result, places.stop - places.start, of=self._users_loss)
             return float(total), float(number)
 
-        if check.is_due():
-            check.look_at_output(self._seeds.device, self._users_loss, num_samples, loss_of)
+        check.look_at_output(self._seeds.device, self._users_loss, num_samples, loss_of)
 
     def _run(self, held: _Held, value: Batch) -> Any:
         self._seeds.at(held.place)

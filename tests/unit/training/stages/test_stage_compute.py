@@ -194,26 +194,34 @@ def test_a_microbatch_without_labels_counts_nothing(schedule: str) -> None:
     assert_close(summed(stages), expected)
 
 
+@pytest.mark.parametrize("is_one_by_one", [False, True], ids=["microbatches", "single samples"])
 @pytest.mark.parametrize(
     ("loss", "num_ignored", "is_said"),
     [(mean_over_labels, 4, True), (cross_entropy, 4, False), (mean_over_labels, 0, False)],
     ids=["a mean of means", "terms", "equally many terms"],
 )
 def test_a_loss_that_depends_on_the_cut_is_told_of_once(
-    loss: Any, num_ignored: int, *, is_said: bool, caplog: pytest.LogCaptureFixture
+    loss: Any,
+    num_ignored: int,
+    *,
+    is_said: bool,
+    is_one_by_one: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     workload, batches = gpt(), tokens()
     workload.loss = loss
     for _, targets in batches:
         targets[targets < 0] = 1
         targets[0, :num_ignored] = -100
-    expected, _ = run(workload, "1f1b", 2, batches)
-    stages = stages_of(workload, even_cuts(workload, 2))
-    for each in stages:
+    if is_one_by_one:
+        batches = [(batches[0][0][row:][:1], batches[0][1][row:][:1]) for row in range(SIZES[0])]
+    parts = parts_of(batches, [len(inputs) for inputs, _ in batches])
+    looked, not_looked = (stages_of(workload, even_cuts(workload, 2)) for _ in range(2))
+    for each in looked:
         each.compute.cut_check = CutCheck(logging.getLogger("smolcluster.test"))
     for _ in range(2):
-        found = by_hand(generate("1f1b", 2, len(SIZES)), stages, parts_of(batches, SIZES))
-        assert found == expected
+        lists = generate("1f1b", 2, len(parts))
+        assert by_hand(lists, looked, parts) == by_hand(lists, not_looked, parts)
     told = [each.getMessage() for each in caplog.records]
     assert len(told) == is_said
     assert all("(sum, number)" in each for each in told)
