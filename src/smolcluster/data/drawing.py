@@ -25,7 +25,7 @@ DRAWING = threading.Lock()
 MOST_PARTS, MOST_SEARCHED = 100, 10_000
 """In containers of how many parts generators of one's own are looked for, and among how many things."""
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_OF_ALL = (torch.default_generator, random.random.__self__, np.random.get_state.__self__)
+_OF_ALL = (torch.default_generator, random._inst, np.random.mtrand._rand)
 """The process's generators."""
 _NO_OWNERS = (Tensor, np.ndarray, ModuleType, FunctionType, type)
 _OTHERS = ("datasets.",)
@@ -77,7 +77,8 @@ class Drawing:
 
 def generators_in(thing: object) -> list[Any]:
     """The generators that a dataset keeps, and what it is made of, such as its transforms."""
-    found, parts = [], [thing]
+    found: list[Any] = []
+    parts = [thing]
     seen = {id(each) for each in (thing, *_OF_ALL)}
     for each in parts:  # which grow meanwhile
         if isinstance(each, GENERATORS):

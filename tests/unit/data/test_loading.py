@@ -46,6 +46,7 @@ from smolcluster.data.permutation import epoch_permutation
 from smolcluster.data.prefetch import Prefetch
 from smolcluster.data.processes import Work, end_processes, start_processes
 from smolcluster.errors import ConfigError, DataError, UserCodeError
+from smolcluster.utils.isolated_rng import python_state
 from waiting import DEADLINE_S, eventually
 
 SEED = 7
@@ -631,16 +632,19 @@ def noisy(samples: list[Any]) -> list[Any]:
 def test_what_is_drawn_depends_on_the_samples_place_alone() -> None:
     """Whoever loads them."""
 
-    def drawn(num_workers: int, start: int) -> list[Any]:
+    def batch(num_workers: int, start: int) -> list[Any]:
         loader = DataLoader(Drawing(40), num_workers=num_workers, collate_fn=noisy)  # type: ignore[arg-type]
-        with closing(Prefetch(samples_of(loader))) as prefetch:
-            return prefetch.batch(torch.arange(start, 40), Place(SEED, 0, start))
+        samples = samples_of(loader)
+        assert isinstance(samples, LoadedSamples)
+        with closing(Prefetch(samples)) as prefetch:
+            drawn: list[Any] = prefetch.batch(torch.arange(start, 40), Place(SEED, 0, start))
+        return drawn
 
-    first = drawn(2, 0)
+    first = batch(2, 0)
     assert len(set(first)) == 41
     for num_workers in (0, 1):
-        assert drawn(num_workers, 0) == first
-        assert drawn(num_workers, 3)[:-1] == first[3:-1]
+        assert batch(num_workers, 0) == first
+        assert batch(num_workers, 3)[:-1] == first[3:-1]
 
 
 def test_what_is_held_out_is_drawn_alike_at_each_evaluation() -> None:
@@ -653,12 +657,9 @@ def test_what_is_held_out_is_drawn_alike_at_each_evaluation() -> None:
 
 
 def test_what_draws_from_generators_of_the_process_leaves_them_alone() -> None:
-    samples, state = MapSamples(Drawing()), np.random.get_state()[1].sum()
-    random.seed(1)
-    expected = random.random()  # noqa: S311
-    random.seed(1)
-    samples.load(torch.arange(10), Place(SEED, 0, 0))
-    assert (random.random(), np.random.get_state()[1].sum()) == (expected, state)  # noqa: S311
+    state = python_state()
+    MapSamples(Drawing()).load(torch.arange(10), Place(SEED, 0, 0))
+    assert python_state() == state
 
 
 def test_generators_of_the_process_are_left_to_who_computes_once_samples_have_drawn_nothing() -> (
