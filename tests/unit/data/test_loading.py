@@ -633,7 +633,11 @@ def test_what_is_drawn_depends_on_the_samples_place_alone() -> None:
     """Whoever loads them."""
 
     def batch(num_workers: int, start: int) -> list[Any]:
-        loader = DataLoader(Drawing(40), num_workers=num_workers, collate_fn=noisy)  # type: ignore[arg-type]
+        loader: DataLoader[Any] = DataLoader(
+            Drawing(40),  # type: ignore[arg-type]
+            num_workers=num_workers,
+            collate_fn=noisy,
+        )
         samples = samples_of(loader)
         assert isinstance(samples, LoadedSamples)
         with closing(Prefetch(samples)) as prefetch:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Subset, TensorDataset, random_split
+from torch.utils.data import Dataset, Subset, TensorDataset, random_split
 
 from smolcluster.data import marks
 from smolcluster.data.marks import chosen, first_difference, marks_of
@@ -105,7 +105,7 @@ def test_chance_is_no_difference_and_does_not_hide_one() -> None:
 def test_samples_that_change_with_the_epoch_are_compared_as_the_first_one_has_them() -> None:
     """A worker has computed some of that epoch when it joins, a server has not been told of any."""
 
-    class Growing:
+    class Growing(Dataset[Tensor]):
         epoch = -1
 
         def set_epoch(self, epoch: int) -> None:

@@ -186,7 +186,7 @@ def test_a_microbatch_without_labels_counts_nothing(schedule: str) -> None:
     model, total = whole(workload), 0.0
     for each, size in labelled:
         weighted = workload.loss(model, each) * size
-        weighted.backward()
+        weighted.backward()  # type: ignore[no-untyped-call]
         total += weighted.item()
     assert loss.total == pytest.approx(total, rel=1e-9)
     assert loss.num_terms == sum(size for _, size in labelled)
