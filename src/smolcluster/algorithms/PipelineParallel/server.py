@@ -118,6 +118,8 @@ class Server(Coordinator):
         if context.checkpoint is not None:
             self.keeper.kept = Kept(context.checkpoint.state, context.checkpoint.path)
             self.report.resume(context.checkpoint.state)
+        self.evaluated_version: int | None = None
+        """Of the weights that stages have evaluated last."""
         self.keeping_s = 0.0
         """How long it took the last time until all stages had sent their state."""
         self.stop_by: float | None = None
@@ -130,7 +132,14 @@ class Server(Coordinator):
     @property
     def is_over(self) -> bool:
         """Whether every sample has been applied, and all that is due after the last step is done."""
-        return self.crew is None and self.report.counts.is_over
+        return self.crew is None and self.report.counts.is_over and self.is_evaluated
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether the newest weights are, by this start of the run or one before, or nothing is held out."""
+        kept = self.keeper.kept.state
+        is_known = kept.step == self.version and kept.val_loss is not None
+        return is_known or self.evaluated_version == self.version or self.held_out.num_samples == 0
 
     def run(self) -> Summary:
         """Serve until every sample of every epoch has been applied.
@@ -190,9 +199,9 @@ class Server(Coordinator):
     def work(self, crew: Crew, _ready: list[StageReady]) -> Questions[None]:
         """Take steps, evaluate and keep what they come to, until the run is over or the layers move."""
         can_keep, every = self.keeper.can_keep, self.context.settings.cluster.checkpoint_steps
-        while True:
+        while self.has_steps_left():
             yield from self.step(crew)
-            if self.report.counts.is_over:
+            if not self.has_steps_left():
                 break
             if self.is_time(self.train.eval_steps):
                 yield from self.evaluate(crew)
@@ -202,11 +211,15 @@ class Server(Coordinator):
                     return
             while self.stop_by:  # until `heed_stop` finds it on the disk, or time is over
                 yield from self.keep(crew)
-        if can_keep:  # first: an evaluation may fail
+        if can_keep and self.keeper.kept.state.step != self.version:  # an evaluation may fail
             yield from self.keep(crew)
-        yield from self.evaluate(crew)
+        if not self.is_evaluated:
+            yield from self.evaluate(crew)
         if can_keep and not self.keeper.tell(self.state):
             yield from self.keep(crew)
+
+    def has_steps_left(self) -> bool:
+        return not self.report.counts.is_over
 
     def is_time(self, every: int | None) -> bool:
         """Whether the last step was one of those."""
@@ -238,6 +251,7 @@ class Server(Coordinator):
                 for name, (total, count) in each.totals.items():
                     before = totals.get(name, (0.0, 0.0))
                     totals[name] = before[0] + total, before[1] + count
+        self.evaluated_version = self.version
         if LOSS in totals:
             epoch = (
                 max(0, self.report.counts.samples_applied - 1) // self.context.training.num_samples
@@ -399,12 +413,15 @@ class Server(Coordinator):
         self.keeper.drop()
         self.keeper.settle(wait=True)
         state = self.keeper.kept.state
+        self.report.resume(state)
         self.context.log.warning(
-            "%s; the layers are dealt out again, and training goes on from step %d",
+            "%s; the layers are dealt out again, and %s step %d",
             reason,
+            "what is held out is evaluated after"
+            if self.report.counts.is_over
+            else "training goes on from",
             state.step,
         )
-        self.report.resume(state)
 
 
 def serve(context: ServerContext) -> Summary:

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
-from smolcluster.algorithms.PipelineParallel.crew import Peer
+from smolcluster.algorithms.PipelineParallel.crew import Crew, Peer, Questions
 from smolcluster.algorithms.PipelineParallel.dealing import Dealer
 from smolcluster.algorithms.PipelineParallel.plan import Cut, even_cut, unmeasured
 from smolcluster.algorithms.PipelineParallel.server import Server
@@ -17,7 +17,14 @@ from smolcluster.errors import ClusterEmpty
 from smolcluster.server.worker import Worker
 from smolcluster.server.worker_pool import Departed, Joined
 from smolcluster.wire.membership import Member
-from smolcluster.wire.messages import Goodbye, HostPort, Listening, StageReady
+from smolcluster.wire.messages import (
+    EvaluateStages,
+    Goodbye,
+    HostPort,
+    Listening,
+    StageEvaluated,
+    StageReady,
+)
 
 LISTENING = Listening(places=(HostPort(host="127.0.0.1", port=7777),))
 
@@ -40,15 +47,24 @@ class Hand(Server):
         )
         limits = ("start_timeout_s", "empty_cluster_timeout_s", "prepare_timeout_s")
         cluster: Any = SimpleNamespace(
-            num_workers=num_workers, node_of=str, **dict.fromkeys(limits, 0.0)
+            num_workers=num_workers,
+            node_of=str,
+            checkpoint_steps=None,
+            **dict.fromkeys(limits, 0.0),
         )
         log = logging.getLogger("test")
         self.dealer: ByHand = ByHand(config, Mock(), cluster, 4, log)
-        self.context: Any = SimpleNamespace(log=log, records=SimpleNamespace(folder=None))
+        self.context: Any = SimpleNamespace(
+            log=log,
+            records=SimpleNamespace(folder=None),
+            settings=SimpleNamespace(cluster=cluster),
+        )
         self.keeper: Any = Mock()
         self.keeper.kept.folder, self.keeper.kept.state.step = None, 0
         self.report: Any = Mock()
-        self.crew, self.turn = None, 0
+        self.train: Any = Mock(samples_per_step=8)
+        self.held_out: Any = SimpleNamespace(num_samples=8, parts=lambda: [None])
+        self.crew, self.turn, self.evaluated_version = None, 0, None
         self.pool: Any = SimpleNamespace(started=True, is_preparing=False)
         self.num_sessions = 0
 
@@ -120,3 +136,53 @@ def test_workers_that_still_measure_layers_are_counted_with_those_that_are_there
     with pytest.raises(ClusterEmpty) as caught:
         server.plan()
     assert str(caught.value) == "1 of 3 workers are there (0 have measured their layers)"
+
+
+def test_a_stage_that_is_lost_in_the_last_evaluation_is_waited_for_and_no_step_is_taken_again() -> (
+    None
+):
+    server = Hand()
+    server.report.counts.version, server.report.counts.is_over = 5, True
+    server.keeper.kept.state.step, server.keeper.kept.state.val_loss = 5, None
+    asked: list[EvaluateStages] = []
+    for attempt, instance in enumerate("ab", 1):
+        peer = server.join(1, instance)
+        server.deal(peer)
+        server.hear(peer, StageReady(attempt=attempt), b"")
+        *_, last = peer.worker.session.send.call_args_list  # type: ignore[union-attr]
+        asked.append(last.args[0])
+        if instance == "a":
+            server.leave(peer)
+        assert not server.is_over
+    assert [type(each) for each in asked] == [EvaluateStages, EvaluateStages]
+    answer = StageEvaluated(attempt=2, turn=asked[-1].turn, is_finite=True, totals={})
+    server.hear(peer, answer, b"")
+    assert server.is_over
+
+
+def test_a_run_whose_last_evaluation_is_known_is_over_when_it_is_resumed() -> None:
+    server = Hand()
+    server.report.counts.version, server.report.counts.is_over = 5, True
+    server.keeper.kept.state.step, server.keeper.kept.state.val_loss = 5, 0.5
+    assert server.is_over
+
+
+def test_no_step_is_taken_once_an_evaluation_has_ended_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server, counts = Hand(), SimpleNamespace(version=0, is_over=False)
+    server.report.counts, server.train.eval_steps = counts, 1
+    server.keeper.can_keep, server.stop_by = False, None
+
+    def step(_crew: Crew) -> Questions[None]:
+        counts.version += 1
+        yield from ()
+
+    def evaluate(_crew: Crew) -> Questions[None]:
+        counts.is_over, server.evaluated_version = True, counts.version
+        yield from ()
+
+    monkeypatch.setattr(server, "step", step)
+    monkeypatch.setattr(server, "evaluate", evaluate)
+    assert list(server.work(Mock(), [])) == []
+    assert counts.version == 1
