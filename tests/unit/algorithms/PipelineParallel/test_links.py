@@ -5,7 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,11 +98,32 @@ def connect(stages: Sequence[Stage], ranks: Sequence[int] = (), **changes: Any) 
         list(pool.map(reach, stages))
 
 
-def flush(stage: Stage, neighbour: Stage) -> None:
-    """Wait until what was sent has left."""
+def outbox_of(stage: Stage, neighbour: Stage) -> links_module._Outbox:
     outbox = stage.links._outbox(neighbour.known)
     assert outbox is not None
-    assert outbox.session.flush(DEADLINE_S)
+    return outbox
+
+
+def flush(stage: Stage, neighbour: Stage) -> None:
+    """Wait until what was sent has left."""
+    assert outbox_of(stage, neighbour).session.flush(DEADLINE_S)
+
+
+@contextmanager
+def held_back(stage: Stage, neighbour: Stage) -> Iterator[links_module._Outbox]:
+    """Let nothing leave for the neighbour within the block."""
+    outbox, entered, may_go = outbox_of(stage, neighbour), threading.Event(), threading.Event()
+
+    def hold(_timeout_s: float) -> None:
+        entered.set()
+        may_go.wait(DEADLINE_S)
+
+    outbox.session.send_later(hold)
+    assert entered.wait(DEADLINE_S)
+    try:
+        yield outbox
+    finally:
+        may_go.set()
 
 
 def forward(microbatch: int, stage: int) -> Instruction:
@@ -263,6 +284,24 @@ def test_what_an_interrupted_attempt_has_computed_with_is_freed(stages: MakeStag
     assert freed[0]() is None
 
 
+def test_what_waits_to_leave_keeps_no_graph_of_what_it_was_computed_with(
+    stages: MakeStages,
+) -> None:
+    low, high = made = stages(2)
+    connect(made)
+
+    def compute() -> weakref.ref[Tensor]:
+        layers = torch.zeros(3, requires_grad=True)
+        low.links.send(forward(0, 0), {"hidden": layers.exp()})
+        return weakref.ref(layers)
+
+    with held_back(low, high):
+        freed = compute()
+        gc.collect()
+        assert freed() is None
+    assert torch.equal(high.links.receive(forward(0, 1))["hidden"], torch.ones(3))
+
+
 def test_a_wrong_secret_is_said_on_both_sides(
     stages: MakeStages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,22 +380,12 @@ def test_who_computes_waits_when_the_link_does_not_keep_up(
     monkeypatch.setattr(links_module, "MAX_QUEUED_NBYTES", 1000)
     low, high = made = stages(2)
     connect(made)
-    outbox = low.links._outbox(high.known)
-    assert outbox is not None
-    entered, may_go = threading.Event(), threading.Event()
-
-    def hold(_timeout_s: float) -> None:
-        entered.set()
-        may_go.wait(DEADLINE_S)
-
-    outbox.session.send_later(hold)
-    assert entered.wait(DEADLINE_S)
-    low.links.send(forward(0, 0), values(200))
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(low.links.send, forward(1, 0), values(200, seed=1))
-        assert not outbox.has_room(800)
-        assert not waiting.done()
-        may_go.set()
+        with held_back(low, high) as outbox:
+            low.links.send(forward(0, 0), values(200))
+            waiting = pool.submit(low.links.send, forward(1, 0), values(200, seed=1))
+            assert not outbox.has_room(800)
+            assert not waiting.done()
         waiting.result(DEADLINE_S)
     assert torch.equal(high.links.receive(forward(1, 1)), values(200, seed=1))
 
