@@ -238,7 +238,6 @@ MECHANISMS = {
             "wire/connection.py": "makes every listening socket of the wire",
             "wire/local.py": "the same listener once more, for processes of its machine",
             "wire/acceptor.py": "the door",
-            "launch/invite/inviting.py": "by a code, before there is a secret that the door could ask for",
             "observability/exporter.py": "serves /metrics to Prometheus",
             "observability/dashboard/serve.py": "serves pages to browsers",
             "launch/link_probe.py": "runs as one file on nodes that have no smolcluster",

@@ -1,7 +1,7 @@
 """The door: listens, authenticates, asks who may come in, and turns connections into sessions.
 
 A connection that has not proved itself costs one short-lived thread, 5 seconds and 4 KiB at most, and the
-deciding thread never hears of it. There are at most `MAX_UNPROVED` of them: for one more, one of the address
+deciding thread never hears of it. There are at most `max_strangers` of them: for one more, one of the address
 that has the most is cut, drawn by lot, so that whoever floods the port is in nobody's way but its own.
 """
 
@@ -10,6 +10,7 @@ import logging
 import secrets
 import socket
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as NoAnswer
@@ -32,7 +33,6 @@ from smolcluster.wire.membership import Refused
 from smolcluster.wire.messages import Accepted, Hello, Welcome, from_dialler
 from smolcluster.wire.session import Receiver, Session
 
-MAX_UNPROVED = 64
 MAX_ADDRESSES = 1024
 """Addresses whose refusals are counted apart; further ones are counted together."""
 ACCEPT_TICK_S = 0.2
@@ -71,7 +71,97 @@ def ask_inbox(inbox: Inbox, welcome: Welcome, receiver_for: Callable[[int], Rece
     return admit
 
 
-class Acceptor:
+class Reception(ABC):
+    """Takes connections from `listeners` until closed; each is greeted in a thread of its own."""
+
+    max_strangers = 64
+    """For one more that has not proved itself, one of the address that has the most is cut, drawn by lot."""
+
+    def __init__(
+        self, listeners: Sequence[socket.socket], session_ids: Iterator[int] | None = None
+    ) -> None:
+        self._listeners = listeners
+        self._session_ids = session_ids or itertools.count(1)
+        self._scratch = Scratch()
+        self._strangers: dict[int, Connection] = {}
+        """Those that have not proved themselves, by session id."""
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._accept, name="accept", daemon=True)
+
+    @abstractmethod
+    def greet(self, session_id: int, connection: Connection) -> None:
+        """Talk to whoever has come, and close the connection or keep it."""
+
+    @abstractmethod
+    def say(self, trouble: str) -> None:
+        """Tell why nobody can come in for the moment; once in a row."""
+
+    @property
+    def ports(self) -> list[int]:
+        """Of each address, in order."""
+        return [each.getsockname()[1] for each in self._listeners if each.family != socket.AF_UNIX]
+
+    def open(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take nobody any more, cut those that have not proved themselves, and free the port."""
+        self._closed.set()
+        self._thread.join()
+        for listener in self._listeners:
+            listener.close()
+        with self._lock:
+            for connection in self._strangers.values():
+                connection.abort()
+
+    def is_no_stranger(self, session_id: int) -> None:
+        """It has proved itself."""
+        with self._lock:
+            self._strangers.pop(session_id, None)
+
+    def _accept(self) -> None:
+        said = ""
+        while not self._closed.is_set():
+            try:
+                connection = accept_next(self._listeners, ACCEPT_TICK_S, self._scratch)
+                if connection is not None:
+                    self._take(next(self._session_ids), connection)
+            except SmolclusterError as error:  # such as no files: they are given back
+                if said != str(error):
+                    said = str(error)
+                    self.say(said)
+                self._closed.wait(ACCEPT_TICK_S)
+
+    def _take(self, session_id: int, connection: Connection) -> None:
+        """Have a connection greeted.
+
+        Raises:
+            SmolclusterError: the system has no thread to give.
+        """
+        with self._lock:
+            if len(self._strangers) >= self.max_strangers:
+                addresses = {key: each.address for key, each in self._strangers.items()}
+                self._strangers.pop(secrets.choice(crowd(addresses))).abort()
+            self._strangers[session_id] = connection
+        greet = threading.Thread(
+            target=self._meet, args=(session_id, connection), name="greet", daemon=True
+        )
+        try:
+            greet.start()
+        except RuntimeError as error:
+            connection.close()
+            self.is_no_stranger(session_id)
+            raise SmolclusterError(f"cannot talk to whoever comes: {error}") from None
+
+    def _meet(self, session_id: int, connection: Connection) -> None:
+        try:
+            self.greet(session_id, connection)
+        finally:
+            self.is_no_stranger(session_id)
+
+
+class Acceptor(Reception):
     """Accepts clients on `listeners` until closed."""
 
     def __init__(
@@ -85,8 +175,7 @@ class Acceptor:
         log: logging.Logger,
         session_ids: Iterator[int] | None = None,
     ) -> None:
-        self._listeners = [*listeners, *listen_beside(listeners)]
-        self._scratch = Scratch()
+        super().__init__([*listeners, *listen_beside(listeners)], session_ids)
         self._door = door
         self._inbox = inbox
         self._admit = admit
@@ -94,30 +183,13 @@ class Acceptor:
         self.trouble: Callable[[], str] = str
         """What the sessions' heartbeats say that this side cannot do."""
         self._log = log
-        self._session_ids = session_ids or itertools.count(1)
-        self._unproved: dict[int, str] = {}
-        """Addresses of those that have not proved themselves, by session id."""
         self._refusals: Counter[tuple[str, type[SmolclusterError]]] = Counter()
         self._connections: dict[int, Connection] = {}
         self._past_bytes = (0, 0)
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._accept, name="accept", daemon=True)
-
-    @property
-    def ports(self) -> list[int]:
-        """Of each address, in order."""
-        return [each.getsockname()[1] for each in self._listeners if each.family != socket.AF_UNIX]
-
-    def open(self) -> None:
-        self._thread.start()
 
     def close(self) -> None:
         """Stop accepting, cut every connection that is still open, and free the port."""
-        self._closed.set()
-        self._thread.join()
-        for listener in self._listeners:
-            listener.close()
+        super().close()
         with self._lock:
             for connection in self._connections.values():
                 connection.abort()
@@ -139,39 +211,19 @@ class Acceptor:
             sent, received = self._past_bytes
             self._past_bytes = sent + connection.bytes_sent, received + connection.bytes_received
 
-    def _accept(self) -> None:
-        said = ""
-        while not self._closed.is_set():
-            try:
-                connection = accept_next(self._listeners, ACCEPT_TICK_S, self._scratch)
-            except SmolclusterError as error:
-                if said != str(error):
-                    said = str(error)
-                    self._log.warning("%s; trying on, training goes on", said)
-                self._closed.wait(ACCEPT_TICK_S)
-                continue
-            if connection is not None:
-                self._start_greeting(connection)
+    def say(self, trouble: str) -> None:
+        self._log.warning("%s; trying on, training goes on", trouble)
 
-    def _start_greeting(self, connection: Connection) -> None:
-        session_id = next(self._session_ids)
-        self._hold(session_id, connection)
-        greet = threading.Thread(
-            target=self._greet, args=(session_id, connection), name="greet", daemon=True
-        )
-        try:
-            greet.start()
-        except RuntimeError as error:  # the system has no thread to give
-            self._refused(connection, SmolclusterError(f"cannot talk to it: {error}"))
-            connection.close()
-            self._is_no_stranger(session_id)
-
-    def _greet(self, session_id: int, connection: Connection) -> None:
+    def greet(self, session_id: int, connection: Connection) -> None:
+        """Let a client in that proves itself; one that does not is closed."""
+        with self._lock:
+            self._sweep()
+            self._connections[session_id] = connection
         proved, session = None, None
         reason = "an internal error, see the log file"
         try:
             proved = server_authenticate(connection, self._door, Deadline(HANDSHAKE_TIMEOUT_S))
-            self._is_no_stranger(session_id)
+            self.is_no_stranger(session_id)
             session = self._open_session(session_id, connection, proved)
             reason = "refused"
         except SmolclusterError as error:
@@ -180,7 +232,6 @@ class Acceptor:
         finally:
             if session is None:
                 connection.close()
-                self._is_no_stranger(session_id)
                 if proved is not None:
                     self._inbox.put(SessionClosed(session_id, reason))
 
@@ -211,16 +262,6 @@ class Acceptor:
         session.start()
         return session
 
-    def _hold(self, session_id: int, connection: Connection) -> None:
-        with self._lock:
-            self._sweep()
-            self._connections[session_id] = connection
-            self._unproved[session_id] = connection.address
-            if len(self._unproved) > MAX_UNPROVED:
-                cut = secrets.choice(crowd(self._unproved))
-                del self._unproved[cut]
-                self._connections[cut].abort()
-
     def _refused(self, connection: Connection, error: SmolclusterError) -> None:
         """Say that somebody was not let in: of each address the 1st, 2nd, 4th, 8th … time.
 
@@ -238,11 +279,6 @@ class Acceptor:
             times = f" (time {count} for {address})" if count > 1 else ""
             level = logging.INFO if isinstance(error, NothingSaid) else logging.WARNING
             self._log.log(level, "not let in: %s%s", error, times)
-
-    def _is_no_stranger(self, session_id: int) -> None:
-        """It has proved itself, or is gone."""
-        with self._lock:
-            self._unproved.pop(session_id, None)
 
 
 def crowd(addresses: Mapping[int, str]) -> list[int]:

@@ -22,7 +22,7 @@ from smolcluster.errors import AuthError, ConfigError, LaunchError, PeerLost, Sm
 from smolcluster.launch import find as finding
 from smolcluster.launch.invite import coming, inviting
 from smolcluster.launch.invite.coming import chosen, handed_over
-from smolcluster.launch.invite.inviting import MAX_AT_ONCE, serving
+from smolcluster.launch.invite.inviting import Inviter, serving
 from smolcluster.launch.invite.mdns import (
     MOST_ADDRESSES,
     SERVICE,
@@ -338,19 +338,9 @@ def test_a_wrong_code_is_asked_for_again_on_a_terminal_until_the_invitation_has_
 
 def test_those_who_come_and_say_nothing_are_in_nobodys_way() -> None:
     with inviters(invitation()) as (alike, _), ExitStack() as stack:
-        for _ in range(2 * MAX_AT_ONCE):
+        for _ in range(2 * Inviter.max_strangers):
             silent = connect(LOOPBACK, alike[0].port, 10.0)
             stack.callback(silent.close)
-        assert handed_over(alike, CODE, print).run_id == OWN
-
-
-def test_one_that_ends_while_it_is_chosen_to_be_cut_ends_nothing_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(inviting, "crowd", lambda _: [-1])  # the number of one that has just ended
-    with inviters(invitation()) as (alike, _), ExitStack() as stack:
-        for _ in range(MAX_AT_ONCE):
-            stack.callback(connect(LOOPBACK, alike[0].port, 10.0).close)
         assert handed_over(alike, CODE, print).run_id == OWN
 
 

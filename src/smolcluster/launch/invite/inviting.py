@@ -5,8 +5,6 @@ has joined needs it no more. It listens at a port of its own and speaks `wire/in
 """
 
 import os
-import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -36,8 +34,8 @@ from smolcluster.server.listening import own_addresses
 from smolcluster.utils.cadence import is_power_of_two
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_address
-from smolcluster.wire.acceptor import crowd
-from smolcluster.wire.connection import Connection, accept_next, listen
+from smolcluster.wire.acceptor import Reception
+from smolcluster.wire.connection import Connection, listen
 from smolcluster.wire.invitation import (
     EXCHANGE_S,
     Handover,
@@ -51,8 +49,6 @@ from smolcluster.wire.security import load_secret
 EVERYWHERE = "0.0.0.0"  # noqa: S104 - whoever has the code may come
 LOOK_S, LOOK_FAR_S = 1.0, 15.0
 """How often a run is looked at: one whose server is here, and one elsewhere."""
-ACCEPT_TICK_S = 0.2
-MAX_AT_ONCE = 16
 
 Say = Callable[[str], None]
 
@@ -141,52 +137,37 @@ def announced_to_all(invitation: Invitation, say: Say) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def serving(invitation: Invitation, address: str, say: Say) -> Iterator[int]:
-    """Answer whoever comes to an address while the block lasts; gives the port.
+class Inviter(Reception):
+    """Answers whoever comes: one exchange may take 10 seconds.
 
-    One exchange may take 10 seconds. Of too many at once one of the address that has the most is cut. Each
-    wrong code is said; of those who do not come so far the 1st, 2nd, 4th, 8th … is.
+    Each wrong code is said; of those who do not come so far the 1st, 2nd, 4th, 8th … is.
     """
-    [listener] = listen([address], 0)
-    over = threading.Event()
-    coming: dict[int, Connection] = {}
-    num_odd = count(1)
 
-    def answer(number: int, connection: Connection) -> None:
+    max_strangers = 16
+
+    def __init__(self, invitation: Invitation, address: str, tell: Say) -> None:
+        super().__init__(listen([address], 0))
+        self._invitation, self._tell = invitation, tell
+        self._num_odd = count(1)
+
+    def say(self, trouble: str) -> None:
+        self._tell(f"nobody can be answered at the moment: {trouble}")
+
+    def greet(self, _session_id: int, connection: Connection) -> None:
         with closing(connection):
             try:
-                invitation.answer(connection, Deadline(EXCHANGE_S))
-                say(f"{connection.address} has the code, and joins run {invitation.run_id}")
+                self._invitation.answer(connection, Deadline(EXCHANGE_S))
+                run_id = self._invitation.run_id
+                self._tell(f"{connection.address} has the code, and joins run {run_id}")
             except SmolclusterError as error:
-                if isinstance(error, AuthError) or is_power_of_two(next(num_odd)):
-                    say(f"not invited: {error}")
-        coming.pop(number, None)
+                if isinstance(error, AuthError) or is_power_of_two(next(self._num_odd)):
+                    self._tell(f"not invited: {error}")
 
-    def accept() -> None:
-        number = 0
-        while not over.is_set():
-            try:
-                connection = accept_next([listener], ACCEPT_TICK_S)
-            except SmolclusterError:  # no files, or no memory: they are given back
-                over.wait(ACCEPT_TICK_S)
-                continue
-            if connection is None:
-                continue
-            among = {key: each.address for key, each in list(coming.items())}
-            if len(among) >= MAX_AT_ONCE:
-                cut = coming.pop(secrets.choice(crowd(among)), None)
-                if cut is not None:  # it may have ended meanwhile
-                    cut.abort()
-            number += 1
-            coming[number] = connection
-            threading.Thread(target=answer, args=(number, connection), daemon=True).start()
 
-    accepting = threading.Thread(target=accept, name="accept", daemon=True)
-    accepting.start()
-    try:
-        yield int(listener.getsockname()[1])
-    finally:
-        over.set()
-        accepting.join()
-        listener.close()
+@contextmanager
+def serving(invitation: Invitation, address: str, say: Say) -> Iterator[int]:
+    """Answer whoever comes to an address while the block lasts; gives the port."""
+    with closing(Inviter(invitation, address, say)) as inviter:
+        inviter.open()
+        [port] = inviter.ports
+        yield port
