@@ -154,6 +154,7 @@ def check(case: Case, played: PlayedMesh, reference: PlayedMesh) -> None:
         first, _ = played.ended_with
         assert 0 not in first, "a rank has ended well"
         assert "failed first: " in played.said
+        assert case.fault in SILENT or "no rank has got on" not in played.said
         num_again = len(played.steps) - NUM_STEPS["mesh"]
         assert num_again <= 2 * KEPT_STEPS, "steps that were kept are taken again"
     else:

@@ -3,11 +3,14 @@
 Training waits until each rank has copied its part: rank 0 to where it belongs, the others to memory of their
 hosts that they keep for it. A thread of each rank then sends or receives the copies, over a group of Gloo
 that nothing else uses, whatever the mesh's backend.
+
+Gloo says that a connection is broken to whoever waits for something that has not begun to arrive, and to
+nobody else. So another thread of rank 0 waits for the word by which each rank ends.
 """
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from typing import Any
 
@@ -16,11 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smolcluster.algorithms.Mesh.groups import STEP_TIMEOUT
+from smolcluster.algorithms.Mesh.links import work_of
 from smolcluster.algorithms.Mesh.shards import Shard, Shards
 from smolcluster.algorithms.Mesh.trainer import WEIGHTS, MeshTrainer
 from smolcluster.utils.background import Background
 
 LOOK_EVERY_S = 0.5
+END_TAG = 1
+"""Of a rank's last word."""
 
 
 class StateGathering:
@@ -41,15 +47,15 @@ class StateGathering:
         largest = max((each.size for rank in self._others for each in rank), default=0)
         self._received = torch.empty(largest if groups.rank == 0 else 0, dtype=trainer.dtype)
         self._thread = Background("gathering", partial(torch.set_num_threads, 1))
-        self._running: Future[None] | None = None
+        self._watching = Background("gathering's end")
+        self._running: list[Future[None]] = []
         self._num_here = 0
         self._is_abandoned = threading.Event()
 
     @property
     def has_failed(self) -> bool:
         """Whether the one that was begun last has; what rank 0 has may be of two steps then."""
-        running = self._running
-        return running is not None and running.done() and running.exception() is not None
+        return any(each.done() and each.exception() is not None for each in self._running)
 
     def begin(self, state: Mapping[str, Tensor] | None = None) -> None:
         """Copy this rank's part, and let it go to rank 0; waits for the gathering before this one.
@@ -69,11 +75,13 @@ class StateGathering:
                     self._copy(slot, moment, kept[moment])
                 else:
                     shard.place_whole(kept[moment], state[moment])
-        self._running = self._thread.submit(
-            partial(self._send, moments)
-            if state is None
-            else partial(self._receive, moments, state)
-        )
+        if state is None:
+            self._running = [self._thread.submit(partial(self._send, moments))]
+            return
+        self._running = [
+            self._watching.submit(partial(self._hear_ends, self._awaited_ends())),
+            self._thread.submit(partial(self._receive, moments, state)),
+        ]
 
     def wait(self, on_progress: Callable[[], None] = lambda: None) -> None:
         """Return when what was begun last is over; `on_progress` is called as it gets on.
@@ -82,15 +90,15 @@ class StateGathering:
             RuntimeError: it has failed, or was abandoned.
         """
         running, num_here = self._running, -1
-        while running is not None and not running.done():
+        while wait(running, 0.0).not_done and not self.has_failed:
             if self._is_abandoned.is_set():
                 raise RuntimeError("the weights are not waited for any more")
             if self._num_here != num_here:
                 num_here = self._num_here
                 on_progress()
-            wait([running], LOOK_EVERY_S)
-        if running is not None:
-            running.result()
+            wait(running, LOOK_EVERY_S, FIRST_EXCEPTION)
+        for each in filter(Future.done, running):
+            each.result()
 
     def abandon(self) -> None:
         """Let all who wait, now or later, do so no more: this process ends at once."""
@@ -107,6 +115,7 @@ class StateGathering:
         for slot in self._own:
             for moment in moments:
                 dist.send(self._copies[slot, moment], dst=0, group=self._group)
+        dist.send(torch.zeros(1), dst=0, group=self._group, tag=END_TAG)
 
     def _receive(self, moments: Sequence[str], state: Mapping[str, Tensor]) -> None:
         for rank, shards in enumerate(self._others, 1):
@@ -116,3 +125,14 @@ class StateGathering:
                     dist.recv(part, src=rank, group=self._group)
                     shard.place_whole(part, state[moment])
                     self._num_here += 1
+
+    def _awaited_ends(self) -> list[dist.Work]:
+        """The last words of all ranks, which are waited for from now on."""
+        return [
+            work_of(dist.irecv(torch.zeros(1), src=rank, group=self._group, tag=END_TAG))
+            for rank, _ in enumerate(self._others, 1)
+        ]
+
+    def _hear_ends(self, ends: Sequence[dist.Work]) -> None:
+        for each in ends:
+            each.wait()

@@ -116,7 +116,7 @@ class MeshLinks(Transport):
         dtype, shape = known
         buffer = torch.empty(shape, dtype=dtype, device=self._groups.device)
         work = dist.irecv(buffer, src=self._rank(sender), tag=self._tag(key))
-        self._asked[key] = (buffer, _work(work))
+        self._asked[key] = (buffer, work_of(work))
 
     def _tell_shape(self, key: Key, tensor: Tensor) -> None:
         _, stage, _ = key
@@ -135,7 +135,7 @@ class MeshLinks(Transport):
 
     def _send(self, tensor: Tensor, stage: int, tag: int) -> None:
         tensor = tensor.contiguous()
-        self._sent.append((tensor, _work(dist.isend(tensor, dst=self._rank(stage), tag=tag))))
+        self._sent.append((tensor, work_of(dist.isend(tensor, dst=self._rank(stage), tag=tag))))
 
     def _place(self, key: Key) -> tuple[int, int]:
         """The stage between which and the one before it is sent, and of how many samples it is."""
@@ -157,7 +157,8 @@ def _key(instruction: Instruction, taker: int) -> Key:
     return instruction.op is Op.FORWARD, taker, instruction.microbatch
 
 
-def _work(work: dist.Work | None) -> dist.Work:
+def work_of(work: dist.Work | None) -> dist.Work:
+    """What was begun: where a rank is in the group there is something."""
     if work is None:
         raise RuntimeError("this rank is in no group")
     return work

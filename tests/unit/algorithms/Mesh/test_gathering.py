@@ -26,6 +26,8 @@ class Wire:
         self.may_arrive = threading.Semaphore(0)
         self.failure: Exception | None = None
         self.num_received = 0
+        self.has_ended = threading.Event()
+        """Rank 1 has said its last word, or the connection is broken."""
 
     def recv(self, out: torch.Tensor, **_: object) -> None:
         assert self.may_arrive.acquire(timeout=DEADLINE_S)
@@ -34,13 +36,24 @@ class Wire:
         self.num_received += 1
         out.fill_(self.num_received)
 
+    def irecv(self, *_: object, **__: object) -> "Wire":
+        return self
+
+    def wait(self) -> None:
+        """For the last word; a part of which some has arrived is not told of a broken connection."""
+        assert self.has_ended.wait(DEADLINE_S)
+        if self.failure is not None:
+            raise self.failure
+
 
 @pytest.fixture
 def wire(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
     own = Wire()
     monkeypatch.setattr(dist, "new_group", lambda **_: None)
     monkeypatch.setattr(dist, "recv", own.recv)
+    monkeypatch.setattr(dist, "irecv", own.irecv)
     yield own
+    own.has_ended.set()
     own.may_arrive.release(10)
 
 
@@ -57,6 +70,7 @@ def rank_0() -> StateGathering:
 def test_who_waits_is_told_of_progress_and_has_all_then(wire: Wire) -> None:
     whole, progress = rank_0(), [0]
     flat = torch.zeros(7)
+    wire.has_ended.set()
     whole.begin({WEIGHTS: flat})
 
     def on_progress() -> None:
@@ -79,6 +93,18 @@ def test_a_rank_that_ends_meanwhile_leaves_nothing_whole(wire: Wire) -> None:
     assert whole.has_failed
     with pytest.raises(RuntimeError, match="Connection closed"):
         whole.begin({WEIGHTS: torch.zeros(7)})
+
+
+def test_a_connection_that_breaks_within_a_part_is_noticed_though_that_is_told_nothing(
+    wire: Wire,
+) -> None:
+    whole = rank_0()
+    whole.begin({WEIGHTS: torch.zeros(7)})
+    wire.failure = RuntimeError("Connection closed by peer")
+    wire.has_ended.set()
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        whole.wait()
+    assert whole.has_failed
 
 
 def test_a_process_that_ends_at_once_waits_for_no_rank(wire: Wire) -> None:
@@ -123,6 +149,7 @@ def test_what_is_sent_is_that_of_the_step_though_the_weights_change_meanwhile(
     part = StateGathering(trainer, own)
     part.begin()
     local.fill_(2)
-    wire.may_arrive.release()
+    wire.may_arrive.release(2)
     part.wait()
-    assert [each.tolist() for each in sent] == [[[1, 1], [1, 1]]]
+    weights, _ = sent
+    assert weights.tolist() == [[1, 1], [1, 1]]
