@@ -27,10 +27,10 @@ from smolcluster.utils.stopping import (
     Ended,
     Interrupted,
     at_stdin_eof,
-    heeded,
     interrupt,
     interrupt_once,
     signals_as_raised,
+    take_signals,
 )
 
 Role = Literal["server", "worker", "store", "stage"]
@@ -101,8 +101,7 @@ def _code_of(body: Callable[[], None], *, stop_on_stdin_eof: bool, supervised: b
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     handler = interrupt_once() if supervised else interrupt
     try:
-        for signum in heeded():
-            signal.signal(signum, handler)
+        take_signals(handler)
         if stop_on_stdin_eof:
             _end_with_launcher()
         with signals_as_raised():

@@ -4,9 +4,10 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOP_ON_STDIN_EOF = "--stop-on-stdin-eof"
@@ -70,12 +71,42 @@ class Ended(BaseException):
         self.exit_code = exit_code
 
 
+Handler = Callable[[int, FrameType | None], None]
+
+
+def take_signals(
+    handler: Handler, signums: Collection[signal.Signals] = SIGNALS
+) -> dict[signal.Signals, Any]:
+    """Have `handler` take those of the signals that are to be heeded; returns the handlers before.
+
+    Processes that this one forks, as those of a user's `multiprocessing.Pool`, would have the same handler:
+    with SIGTERM, by which a pool ends its processes, they end as any process does.
+    """
+    own = os.getpid()
+
+    def take(signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGTERM and os.getpid() != own:
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
+        handler(signum, frame)
+
+    return {signum: signal.signal(signum, take) for signum in heeded() if signum in signums}
+
+
+def leave_signals(*signums: signal.Signals) -> None:
+    """Take no notice of them from now on: another process says when this one ends.
+
+    They are not ignored: all processes that this one starts would ignore them, too.
+    """
+    take_signals(lambda *_: None, signums)
+
+
 def interrupt(signum: int, _frame: FrameType | None) -> None:
     """A signal handler that stops the process at once."""
     raise Interrupted(signum)
 
 
-def interrupt_once() -> Callable[[int, FrameType | None], None]:
+def interrupt_once() -> Handler:
     """A handler that does so at the first signal; of further ones only Ctrl-C is impatience."""
     taken: list[int] = []
 
@@ -126,7 +157,7 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {signum: signal.signal(signum, self._take) for signum in heeded()}
+        before = take_signals(self._take)
         try:
             yield
         finally:

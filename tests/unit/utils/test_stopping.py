@@ -1,9 +1,13 @@
 """A first signal waits for a good moment, a second one for nothing."""
 
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 from pydantic_core import SchemaError, SchemaValidator, core_schema
@@ -14,8 +18,10 @@ from smolcluster.utils.stopping import (
     StopRequest,
     heeded,
     interrupt,
+    leave_signals,
     signals_as_raised,
 )
+from waiting import DEADLINE_S
 
 
 def handlers() -> list[object]:
@@ -98,6 +104,53 @@ def test_a_request_is_kept_until_somebody_listens_and_is_nobody_elses() -> None:
         with pytest.raises(Interrupted, match=name) as caught:
             each.check()
         assert caught.value.is_orderly
+
+
+def terminated_fork() -> int | None:
+    """The exit code of a busy process that was forked and sent SIGTERM, as a user's pool ends its own."""
+    context = multiprocessing.get_context("fork")
+    is_there = context.Event()
+
+    def work() -> None:
+        is_there.set()
+        time.sleep(600)
+
+    process = context.Process(target=work)
+    process.start()
+    assert is_there.wait(DEADLINE_S)
+    process.terminate()
+    process.join(DEADLINE_S)
+    code = process.exitcode
+    process.kill()
+    return code
+
+
+@pytest.fixture
+def left_to_others() -> Iterator[None]:
+    before = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    leave_signals(*SIGNALS)
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+def test_a_process_that_leaves_signals_to_another_one_can_end_those_that_it_starts(
+    left_to_others: None,
+) -> None:
+    for signum in SIGNALS:
+        send(signum)
+    assert terminated_fork() == -signal.SIGTERM
+    program = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with program:
+        program.terminate()
+        assert program.wait(DEADLINE_S) == -signal.SIGTERM
+
+
+def test_so_can_one_that_waits_for_a_good_moment() -> None:
+    stop = StopRequest()
+    with stop.collecting():
+        assert terminated_fork() == -signal.SIGTERM
+    stop.check()
 
 
 @pytest.mark.parametrize("handler", [interrupt, signal.SIG_IGN, signal.SIG_DFL])

@@ -27,7 +27,7 @@ from smolcluster.algorithms.Mesh.profiling import StepProfiler
 from smolcluster.algorithms.Mesh.shards import Shards
 from smolcluster.algorithms.Mesh.trainer import WEIGHTS, MeshTrainer
 from smolcluster.configs.schema import TrainConfig
-from smolcluster.errors import ConfigError, NonFiniteLoss
+from smolcluster.errors import ConfigError, NonFiniteLoss, PeerLost
 from smolcluster.runs.summary import Summary
 from smolcluster.server.process_stats import ProcessStats
 from smolcluster.server.report import Report
@@ -72,7 +72,7 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
     source = CheckpointSource(replica, dict, dict)
     context.resume(source, report)
     train = training.recipe.applied_to(context.run.train)
-    with lost_named():
+    with _stopped_first(context), lost_named():
         groups.all_told(context.run.run_id)
         meter = _measuring(replica.meter, train, groups)
         trainer = _trainer(
@@ -132,6 +132,20 @@ def train(context: ServerContext, config: MeshConfig, groups: Groups) -> Summary
             saver.tick()
             report.tick()
         return saver.summary()
+
+
+@contextmanager
+def _stopped_first(context: ServerContext) -> Iterator[None]:
+    """Before the first step: ranks that have yet to load end at once where all are asked to stop.
+
+    Raises:
+        Interrupted: this one is.
+    """
+    try:
+        yield
+    except PeerLost:
+        context.check_stop()
+        raise
 
 
 class _Whole:
