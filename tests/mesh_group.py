@@ -6,6 +6,7 @@ wants it to.
 """
 
 import logging
+import os
 import sys
 import time
 from datetime import timedelta
@@ -148,6 +149,15 @@ def paced(hurry: str = "") -> Workload:
     inputs = torch.randn(NUM_SAMPLES, 8, generator=generator)
     rows = Rows(inputs, inputs[:, :4].argmax(dim=1))
     return Workload(lambda: Paced(hurry), loss, rows, rows, name="paced")
+
+
+def slow_to_load(folder: str, ranks: str) -> Workload:
+    """`paced`, which those of the ranks load for ten minutes; each leaves a file in the folder."""
+    rank = os.environ["RANK"]
+    if rank in ranks:
+        Path(folder, rank).touch()
+        time.sleep(600)
+    return paced()
 
 
 def main() -> None:

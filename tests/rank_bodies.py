@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 
+from smolcluster.algorithms.children import SAFE_PATH
 from smolcluster.algorithms.Mesh.children import ChildRanks
 from smolcluster.algorithms.Mesh.meeting import reached
 from smolcluster.algorithms.Mesh.ranks import Ranks
@@ -15,10 +16,11 @@ from waiting import DEADLINE_S
 
 
 def greets(ranks: Ranks, secret: str) -> None:
-    """Leaves in rank 0's store where its modules come from."""
+    """Leaves in rank 0's store where its modules come from, and those of what it starts."""
     told, log = secret_of_text(secret), logging.getLogger("test")
     store = reached(ranks.address, ranks.port or 0, told, DEADLINE_S, log)
     store.set(f"rank {ranks.here.start} of {ranks.world_size}", ":".join(sys.path))
+    store.set(SAFE_PATH, os.environ.get(SAFE_PATH, "not set"))
     store.close()
 
 

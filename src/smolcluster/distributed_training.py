@@ -6,33 +6,39 @@ Without a rank it starts all ranks on this machine. The first one that fails is 
 import argparse
 import json
 import math
+import multiprocessing
 import os
 import platform
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from smolcluster.algorithms.children import Children, how_ended
 from smolcluster.algorithms.entry import guarded
 from smolcluster.algorithms.Mesh.ranks import (
     IN_POD,
     RANK_VARIABLES,
+    Ranks,
     ranks_of,
 )
 from smolcluster.configs.spec import default_algorithm
 from smolcluster.errors import ConfigError, LaunchError, PeerLost, Rejected, UserCodeError
 from smolcluster.utils.addresses import free_port
 from smolcluster.utils.replaced import BY_FLAGS, say_what_replaces
-from smolcluster.utils.seed import with_hash_seed
-from smolcluster.utils.stopping import STOP_ON_STDIN_EOF
+from smolcluster.utils.seed import HASH_SEED, with_hash_seed
+from smolcluster.utils.stopping import STOP_ON_STDIN_EOF, at_stdin_eof
 from smolcluster.wire.security import GROUP_SECRET, new_secret
 
 if TYPE_CHECKING:
+    from smolcluster.algorithms.Mesh.watch import Failure
     from smolcluster.configs.schema import Settings
 
 PASSED_ON = (Rejected.exit_code, UserCodeError.exit_code, ConfigError.exit_code)
@@ -41,8 +47,13 @@ RESOLVE_S = 3.0
 """How long a name may be unknown; a pod's, which others of its kind wait for, until all must be there."""
 END_TIMEOUT_S = 60.0
 """How long rank 0 may save after a signal."""
+ORPHANED_S = 30.0
+"""How long rank 0 may take to leave a record once what has started it is gone."""
 FOLLOW_TIMEOUT_S = 12.0
 """How long the others may take to see that one has failed."""
+MOST_TOLD = 500
+"""Bytes of a line about who has failed first: a pipe takes so much whole."""
+NEEDS = "the flags of a rank must be what another process can be given"
 NAMED_S = 15.0
 """How long a rank that says that another one has ended may be ahead of that one's own end."""
 PROFILED = {"wait": 1}
@@ -69,11 +80,9 @@ MESH_KEYS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    args = parser().parse_args(given)
-    if args.launcher is None:
-        say_what_replaces(os.environ, BY_FLAGS)
-    return guarded(lambda: _run(args, given), stop_on_stdin_eof=args.stop_on_stdin_eof)
+    args = parser().parse_args(argv)
+    say_what_replaces(os.environ, BY_FLAGS)
+    return guarded(partial(_run, args), stop_on_stdin_eof=args.stop_on_stdin_eof)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -118,8 +127,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="how long no rank may get on before the mesh ends; default 300",
     )
-    ranks.add_argument("--launcher", type=int, help=argparse.SUPPRESS)
-    ranks.add_argument("--tell", type=int, help=argparse.SUPPRESS)
     mesh = made.add_argument_group("mesh")
     for name in ("dp", "fsdp", "tp", "pp"):
         mesh.add_argument(f"--{name}", type=int, help="ranks along it; default 1, of dp the rest")
@@ -260,7 +267,7 @@ def configuration(args: argparse.Namespace, world_size: int | None) -> "Settings
     return settings_with(*overrides_of(args, own.mesh.num_shares))
 
 
-def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
+def _run(args: argparse.Namespace) -> None:
     from smolcluster.algorithms.Mesh.config import MeshConfig  # noqa: PLC0415 - it takes time
 
     settings = configuration(args, None) if args.cluster else None
@@ -280,27 +287,35 @@ def _run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     # what is wrong is said once, by who starts the ranks, and not by each of them
     settings = settings or configuration(args, ranks.world_size)
     if not ranks.is_process:
-        port = ranks.port or free_port()
-        environ = {"MASTER_PORT": str(port)}
-        if len(ranks.here) == ranks.world_size:
-            environ[GROUP_SECRET] = new_secret()
-        _start(ranks.here, ranks.world_size, environ, argv, node=_node(args))
+        _start(replace(ranks, port=ranks.port or free_port()), args)
         return
+    if args.stop_on_stdin_eof:
+        at_stdin_eof(_end_late)
+    agent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None  # torchrun's
+    _be_rank(ranks, args, settings, launcher=agent)
+
+
+def _be_rank(
+    ranks: Ranks,
+    args: argparse.Namespace,
+    settings: "Settings",
+    *,
+    launcher: int | None,
+    on_failure: Callable[["Failure"], None] = lambda _: None,
+) -> None:
     from smolcluster.algorithms.Mesh.process import be_rank  # noqa: PLC0415 - it imports torch
 
-    if args.stop_on_stdin_eof:
-        threading.Thread(target=_die_after_parent, name="parent", daemon=True).start()
     be_rank(
         ranks,
         settings,
         start_timeout_s=args.start_timeout,
-        launcher=_launcher(args.launcher),
-        tells=args.tell,
+        launcher=launcher,
         vocab_size=args.vocab_size,
         run_id=args.run_id,
         resume=args.resume,
         has_progress=not args.no_progress,
         node=_node(args),
+        on_failure=on_failure,
     )
 
 
@@ -331,59 +346,65 @@ def _check_address(address: str, patience_s: float) -> None:
             return
 
 
-def _launcher(ours: int | None) -> int | None:
-    """The process with which a rank ends: our launcher, or torchrun's agent."""
-    return os.getppid() if ours is None and "TORCHELASTIC_RUN_ID" in os.environ else ours
-
-
-def _start(
-    here: range, world_size: int, environ: Mapping[str, str], argv: Sequence[str], *, node: str
-) -> None:
-    """Be the parent of ranks of the machine `node`; ends when all have.
+def _start(ranks: Ranks, args: argparse.Namespace) -> None:
+    """Be the parent of the ranks that are here; ends when all have.
 
     Raises:
         LaunchError: one failed; names the first. Its exit code is that of ranks which say what to change.
     """
-    processes: dict[int, subprocess.Popen[bytes]] = {}
+    if not sys.flags.safe_path and sys.path[0] == str(Path.cwd()):
+        del sys.path[0]  # by `python -m`: ranks take no modules from there
+    here, size = ranks.here, ranks.world_size
+    secret = new_secret() if len(here) == size else None
+    children = Children(NEEDS, orphaned_s=ORPHANED_S)
+    told, tells = multiprocessing.Pipe(duplex=False)
     failed: LaunchError | None = None
-    told, tells = os.pipe()
-    os.set_blocking(told, False)
-    own = [each for each in argv if each != STOP_ON_STDIN_EOF]
     try:
         for rank in here:
-            processes[rank] = subprocess.Popen(  # noqa: S603 - this very program
-                [
-                    *(sys.executable, "-P", "-m", "smolcluster.distributed_training"),
-                    *(*own, f"--launcher={os.getpid()}", f"--tell={tells}"),
-                ],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(tells,),
-                env={
-                    **with_hash_seed(os.environ),
-                    **environ,
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank - here.start),
-                    "LOCAL_WORLD_SIZE": str(len(here)),
-                    "WORLD_SIZE": str(world_size),
-                },
-                start_new_session=True,  # Ctrl-C is heard here: a rank that heard it twice would not save
-            )
-        first = _first_to_fail(processes, told, node)
-        if first is not None:
-            failed = LaunchError(first)
+            own = replace(ranks, here=range(rank, rank + 1), is_process=True)
+            environ = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank - here.start),
+                "LOCAL_WORLD_SIZE": str(len(here)),
+                "WORLD_SIZE": str(size),
+                "MASTER_PORT": str(ranks.port),
+                HASH_SEED: with_hash_seed(os.environ)[HASH_SEED],
+            }
+            # Ctrl-C is heard here: a rank that heard it twice would not save
+            body = partial(_be_child, own, args, secret, tells)
+            children.start(rank, body, environ, is_apart=True)
+        reason = _first_to_fail(children, told, _node(args))
+        if reason is not None:
+            failed = LaunchError(reason)
             raise failed
     finally:
-        os.close(told)
-        os.close(tells)
-        _end(processes, has_failed=failed is not None)
-        codes = {process.returncode for process in processes.values()}
+        _end(children, has_failed=failed is not None)
+        codes = children.codes.values()
         if failed is not None:
             failed.exit_code = next((each for each in PASSED_ON if each in codes), failed.exit_code)
+        told.close()
+        tells.close()
 
 
-def _first_to_fail(
-    processes: Mapping[int, "subprocess.Popen[bytes]"], told: int, node: str
-) -> str | None:
+def _be_child(
+    ranks: Ranks, args: argparse.Namespace, secret: str | None, tells: Connection
+) -> None:
+    """Be a rank that another process has started, and tell that who has failed first."""
+    if secret is not None:
+        os.environ[GROUP_SECRET] = secret
+
+    def tell(failure: "Failure") -> None:
+        with suppress(OSError):
+            tells.send_bytes(" ".join(str(failure).split()).encode()[:MOST_TOLD])
+
+    def body() -> None:
+        settings = configuration(args, ranks.world_size)
+        _be_rank(ranks, args, settings, launcher=os.getppid(), on_failure=tell)
+
+    raise SystemExit(guarded(body))
+
+
+def _first_to_fail(ranks: Children, told: Connection, node: str) -> str | None:
     """Wait until all ranks have ended, or one has failed: a sentence about it.
 
     `told`: where ranks write who has failed first. One that ends because another one has is no first one, if
@@ -391,19 +412,14 @@ def _first_to_fail(
     """
     since = math.inf
     while True:
-        codes = {rank: process.poll() for rank, process in processes.items()}
-        if said := _said(told):
-            return said
+        codes = ranks.codes
+        if told.poll():
+            return told.recv_bytes().decode(errors="replace")
         failed = {rank: code for rank, code in codes.items() if code}
-        first = {rank: code for rank, code in failed.items() if code != PeerLost.exit_code}
-        if first or (failed and time.monotonic() > since + NAMED_S):
-            rank, code = next(iter((first or failed).items()))
-            how = f"exit code {code}): its message is above"
-            if code < 0:
-                how = f"signal {signal.Signals(-code).name})"
-            if code == -signal.SIGKILL:
-                how += ": by hand, or by a system that is out of memory"
-            return f"rank {rank} on {node} failed first ({how}"
+        own = [rank for rank, code in failed.items() if code != PeerLost.exit_code]
+        if own or (failed and time.monotonic() > since + NAMED_S):
+            rank = next(iter(own or failed))
+            return f"rank {rank} on {node} failed first: {how_ended(failed[rank])}"
         if failed:
             since = min(since, time.monotonic())
         if None not in codes.values():
@@ -411,54 +427,29 @@ def _first_to_fail(
         time.sleep(0.05)
 
 
-def _said(told: int) -> str:
-    """The first line that a rank has written; empty: none has."""
-    with suppress(BlockingIOError):
-        return os.read(told, 4096).decode(errors="replace").partition("\n")[0]
-    return ""
-
-
-def _end(processes: Mapping[int, "subprocess.Popen[bytes]"], *, has_failed: bool) -> None:
+def _end(ranks: Children, *, has_failed: bool) -> None:
     """Let rank 0, which tells the others, end; kill what is left.
 
     When a rank has failed, those that do not notice are killed first: rank 0 waits for them, and has a record
-    to leave.
+    to leave. Others than rank 0 heed a signal until they have loaded what is trained.
     """
     try:
         if has_failed:
-            others = [process for rank, process in processes.items() if rank != 0]
-            _wait(others, FOLLOW_TIMEOUT_S)
-            for process in others:
-                process.kill()
-            _wait(processes.values(), FOLLOW_TIMEOUT_S)
-        for first in list(processes.values())[:1]:
-            with suppress(OSError):
-                first.terminate()
-        _wait(processes.values(), END_TIMEOUT_S)
+            ranks.end_but(0, FOLLOW_TIMEOUT_S)
+            ranks.wait(FOLLOW_TIMEOUT_S)
+        ranks.terminate()
+        ranks.wait(END_TIMEOUT_S)
     finally:
-        for process in processes.values():
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-            if process.stdin is not None:
-                process.stdin.close()
+        ranks.end()
 
 
-def _die_after_parent() -> None:
+def _end_late() -> None:
     """End this process some time after its parent: rank 0 saves meanwhile, the others wait for its word."""
-    with suppress(OSError):
-        while os.read(0, 4096):
-            pass
     time.sleep(END_TIMEOUT_S)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _wait(processes: Iterable["subprocess.Popen[bytes]"], timeout_s: float) -> None:
-    end = time.monotonic() + timeout_s
-    for process in processes:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, end - time.monotonic()))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    from smolcluster.distributed_training import main as run  # ranks know this module by its name
+
+    sys.exit(run())

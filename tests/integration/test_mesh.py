@@ -156,10 +156,13 @@ def test_a_model_that_changes_its_weights_is_refused_as_in_one_process(
     processes: Processes,
 ) -> None:
     """Where the whole weights are there only as long as they are computed with."""
-    file = processes.folder / "normalised.py"
+    file, program = processes.folder / "normalised.py", processes.folder / "mesh.py"
     file.write_text(NORMALISED)
+    program.write_text(
+        "from smolcluster.distributed_training import main\nraise SystemExit(main())"
+    )
     child = processes.start(
-        *(sys.executable, "-m", "smolcluster.distributed_training", "--world-size", "2"),
+        *(sys.executable, str(program), "--world-size", "2"),
         *("--fsdp", "2", "--workload", f"{file}:workload", "--batch-size", "32"),
     )
     assert child.wait() == ModelChanged.exit_code, child.output

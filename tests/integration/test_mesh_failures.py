@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import mesh_group
 from harness import free_port
 from processes import Child, Processes
 from smolcluster.observability.report.page import title_of
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.nightly
 
 FLAGS = ("--config", "digits", "--run-id", "spread", "--batch-size", "64")
 MODULE = ("-m", "smolcluster.distributed_training")
+SPAWNED = "--multiprocessing-fork"
 HANG_TIMEOUT_S = "20"
 """After which a rank is given up; on a busy machine one that lives may be silent for some seconds."""
 
@@ -34,7 +36,8 @@ def ranks_below(child: Child) -> dict[int, psutil.Process]:
             rank = process.environ().get("RANK")
         except psutil.Error:
             continue
-        if rank is not None and any("distributed_training" in each for each in process.cmdline()):
+        command = " ".join(process.cmdline())
+        if rank is not None and ("distributed_training" in command or SPAWNED in command):
             found[int(rank)] = process
     return found
 
@@ -100,6 +103,28 @@ def test_no_rank_outlives_its_launcher(processes: Processes) -> None:
     child.kill(signal.SIGKILL)
     _, alive = psutil.wait_procs(ranks.values(), DEADLINE_S)
     assert not alive
+
+
+@pytest.mark.parametrize("loading", ["01", "1"])
+def test_ctrl_c_while_ranks_load_ends_all_of_them_without_a_word(
+    processes: Processes, loading: str
+) -> None:
+    args = f"workload_args.folder={processes.folder}", f"workload_args.ranks='{loading}'"
+    child = processes.start(
+        *(sys.executable, *MODULE, *FLAGS, "--world-size", "2", "--dp", "2"),
+        *("--workload", f"{mesh_group.__file__}:slow_to_load", "--override", *args),
+        forked=False,
+    )
+    wait_until(lambda: all((processes.folder / rank).exists() for rank in loading), child)
+    if "0" not in loading:
+        child.wait_for("files in")
+    ranks = ranks_below(child)
+    assert ranks.keys() == {0, 1}
+    child.kill(signal.SIGINT)
+    assert child.wait() == 130, child.output
+    assert not any(each.is_running() for each in ranks.values())
+    for word in ("waits still", "failed first", "Traceback"):
+        assert word not in child.output, child.output
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

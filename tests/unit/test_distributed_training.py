@@ -1,10 +1,10 @@
 """The flags of `python -m smolcluster.distributed_training`, and which ranks it is."""
 
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from torch.distributed.run import get_args_parser
 
 import smolcluster
 from smolcluster import distributed_training
+from smolcluster.algorithms.children import spawned
 from smolcluster.algorithms.Mesh.config import MeshConfig
 from smolcluster.algorithms.Mesh.ranks import ranks_of
 from smolcluster.configs.schema import MeshSizes, ProfileConfig
@@ -82,9 +83,8 @@ def test_a_name_that_nobody_knows_is_one_line_at_once(
     for name in RANK_NAMES:
         monkeypatch.delenv(name, raising=False)
     words = ["--world-size", "16", "--rank", "8", "--master-addr", "node1-ip"]
-    _run = partial(distributed_training._run, distributed_training.parser().parse_args(words))
     with pytest.raises(ConfigError, match=r"--master-addr is node1-ip, which is no .* known name"):
-        _run(words)
+        distributed_training._run(parser().parse_args(words))
     assert capfd.readouterr().err == ""
 
 
@@ -201,14 +201,12 @@ def test_torchrun_takes_no_flag_for_an_abbreviation_of_its_own() -> None:
 def test_ranks_that_say_what_to_change_end_their_parent_with_the_same_code(
     monkeypatch: pytest.MonkeyPatch, codes: tuple[int, int], code: int
 ) -> None:
-    real = subprocess.Popen
+    def rank_of(_body: object, _needs: str, environ: Mapping[str, str], **_: object) -> BaseProcess:
+        return spawned(partial(sys.exit, codes[int(environ["RANK"])]), "")
 
-    def rank_of(_argv: list[str], *, env: dict[str, str], **_: object) -> "subprocess.Popen[bytes]":
-        return real([sys.executable, "-c", f"raise SystemExit({codes[int(env['RANK'])]})"])
-
-    monkeypatch.setattr("smolcluster.distributed_training.subprocess.Popen", rank_of)
+    monkeypatch.setattr("smolcluster.algorithms.children.spawned", rank_of)
     with pytest.raises(LaunchError, match="failed first") as caught:
-        distributed_training._start(range(2), 2, {}, [], node="a")
+        distributed_training._start(ranks_of({}, world_size=2, port=1), parser().parse_args([]))
     assert caught.value.exit_code == code
 
 
@@ -221,4 +219,4 @@ def test_a_wrong_key_is_said_before_any_rank_is_started(monkeypatch: pytest.Monk
         monkeypatch.delenv(name, raising=False)
     words = ["--world-size", "2", "--override", "num_epoch=2"]
     with pytest.raises(ConfigError, match="num_epoch"):
-        distributed_training._run(parser().parse_args(words), words)
+        distributed_training._run(parser().parse_args(words))

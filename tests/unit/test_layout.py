@@ -363,6 +363,14 @@ MECHANISMS = {
         },
         "Launched(run_id=run_id, processes=())",
     ),
+    "processes that run a function": Mechanism(
+        lambda node: calls(node, "get_context"),
+        {
+            "algorithms/children.py": "of this program's own",
+            "data/processes.py": "those of a user's DataLoader, as that starts them",
+        },
+        "multiprocessing.get_context('spawn').Process(target=body).start()",
+    ),
     "a process that is launched": Mechanism(
         lambda node: calls(node, "LaunchedProcess"),
         {

@@ -11,21 +11,18 @@ alone to stop is handed on. Its standard input is a pipe of the supervisor's: wh
 went, the process stops.
 """
 
-import multiprocessing
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType, MappingProxyType
 
-from smolcluster.errors import DEVICE_FAILED, RANK_LOST, ConfigError, TryAgain
+from smolcluster.errors import DEVICE_FAILED, RANK_LOST, TryAgain
 from smolcluster.observability.logs import NodeLog
 from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.bugs import EXIT_CODE as BUG
@@ -114,20 +111,6 @@ class Stopping:
         if self.process is not None:
             with suppress(ProcessLookupError):
                 self.process.terminate()
-
-
-def spawned(body: Callable[[], None], needs: str) -> BaseProcess:
-    """Start a process of this program's own for `body`.
-
-    Raises:
-        ConfigError: it holds what no other process can be given; `needs` says what it must be.
-    """
-    process = multiprocessing.get_context("spawn").Process(target=body)
-    try:
-        process.start()
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ConfigError(f"{needs}: {error}") from None
-    return process
 
 
 def supervise(role: str, node: str, rank: int | None, allowed: int, *, named: bool = True) -> int:

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from smolcluster.algorithms.children import spawned
 from smolcluster.algorithms.entry import guarded
 from smolcluster.algorithms.observed import WorkerRun
-from smolcluster.algorithms.supervision import decide, spawned
+from smolcluster.algorithms.supervision import decide
 from smolcluster.api.config import DistributedConfig
 from smolcluster.api.losses import LOSS, OutputLoss, code_digest, loss_of, named_loss
 from smolcluster.api.settings import library_log, worker_settings

@@ -8,7 +8,6 @@ ranks, which rank 0 has started, so that they may wait for ever; when rank 0 has
 import json
 import logging
 import os
-import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from smolcluster.training.kept import KeptSteps, is_like
 from smolcluster.training.local_copy import Part, Place
 from smolcluster.training.workload import Workload
 from smolcluster.utils.device import use_threads
+from smolcluster.utils.stopping import SIGNALS, leave_signals
 from smolcluster.wire.security import secret_of_text
 
 START_S = 600.0
@@ -181,8 +181,6 @@ def be_rank(setup: Setup, orders: Connection, ranks: Ranks, secret: str) -> None
 
 
 def _follow(setup: Setup, orders: Connection, ranks: Ranks, secret: str) -> None:
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)  # rank 0 says when it is over
     use_threads(setup.num_threads)
     rank, run = ranks.here.start, setup.run
     with process_log("rank", setup.node, rank) as log:
@@ -203,6 +201,7 @@ def _follow(setup: Setup, orders: Connection, ranks: Ranks, secret: str) -> None
             train = run.train.model_copy(update={"workload": setup.workload})
             workload = load_workload(train, run.seed, setup.dataset, log.logger)
             own = part_of(setup, groups, workload, log.logger)
+            leave_signals(*SIGNALS)  # rank 0 says when it is over
             for name, arguments in _heard(orders, groups):
                 own.obey(name, arguments)
 

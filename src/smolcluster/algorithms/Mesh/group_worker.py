@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from smolcluster.algorithms.children import END_S
 from smolcluster.algorithms.Mesh.children import ChildRanks
 from smolcluster.algorithms.Mesh.config import MeshConfig, check_tags, pick_backend
 from smolcluster.algorithms.Mesh.group_rank import END, START_S, GroupRank, Setup, be_rank, part_of
@@ -126,14 +127,14 @@ class Group:
         self._is_closed = True
         self._watch.close()
         if self._is_within or self.others.ended():  # they wait for each other, and hear nothing
-            self.others.end(0.0)  # first: what is destroyed may wait for a rank that is stopped
+            self.others.end()  # first: what is destroyed may wait for a rank that is stopped
             if dist.is_initialized():
                 dist.destroy_process_group()
             return
         with suppress(PeerLost):
             self._say(END, {})
         part(0, len(self._orders) + 1, self.others.store)
-        self.others.end()
+        self.others.end(END_S)
 
     def _say(self, order: str, told: Mapping[str, Any]) -> None:
         """Raises PeerLost: a rank has ended."""
@@ -177,7 +178,7 @@ class Group:
 
     def _leave(self, _code: int) -> None:
         """End this process, whose training thread waits for a rank that has ended, or hangs."""
-        self.others.end(0.0)
+        self.others.end()
         os._exit(self._loss(self._watch.failure).exit_code)
 
 

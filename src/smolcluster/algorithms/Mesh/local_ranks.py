@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
+from smolcluster.algorithms.children import END_S
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.entry import guarded
 from smolcluster.algorithms.Mesh import loop
-from smolcluster.algorithms.Mesh.children import END_S, ChildRanks
+from smolcluster.algorithms.Mesh.children import ChildRanks
 from smolcluster.algorithms.Mesh.config import MeshConfig
 from smolcluster.algorithms.Mesh.meeting import together
 from smolcluster.algorithms.Mesh.process import be_rank, device_for, told
@@ -107,7 +108,6 @@ def _be_rank(
             settings,
             start_timeout_s=settings.cluster.start_timeout_s,
             launcher=os.getppid(),
-            tells=None,
             vocab_size=None,
             run_id=None,
             resume=None,

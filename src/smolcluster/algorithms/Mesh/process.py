@@ -4,8 +4,8 @@ import json
 import os
 import platform
 import signal
-from collections.abc import MutableMapping
-from contextlib import closing, suppress
+from collections.abc import Callable, MutableMapping
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -28,14 +28,13 @@ from smolcluster.runs.paths import create_run, runs_root
 from smolcluster.training.builtin import load_workload
 from smolcluster.training.workload import Workload
 from smolcluster.utils.device import use_threads
+from smolcluster.utils.stopping import leave_signals
 from smolcluster.wire.security import (
     GROUP_SECRET,
     Secret,
     cluster_secret,
     secret_of_text,
 )
-
-MOST_LINE = 500
 
 
 def be_rank(
@@ -44,24 +43,24 @@ def be_rank(
     *,
     start_timeout_s: float,
     launcher: int | None,
-    tells: int | None,
     vocab_size: int | None,
     run_id: str | None,
     resume: str | None,
     has_progress: bool = True,
     workload: Workload | None = None,
     node: str | None = None,
+    on_failure: Callable[[Failure], None] = lambda _: None,
 ) -> None:
     """Be the rank that `ranks` names; rank 0 owns the run.
 
     Args:
         settings: of this rank's machine, and of the mesh.
         launcher: the process with which this one ends; None: it does not.
-        tells: a file descriptor for a line about who has failed first.
         vocab_size: what was asked for; the vocabulary is the tokenizer's.
         has_progress: whether rank 0 shows how far the run is, and what came of it.
         workload: what is trained; None: what the settings name.
         node: this machine's name in all that is said of the rank; None: its host name.
+        on_failure: hears once who has failed first.
 
     Raises:
         ConfigError: what this machine, the model or the batch cannot do.
@@ -92,7 +91,7 @@ def be_rank(
                 device=device,
                 encryption=settings.cluster.encryption,
                 look=partial(launcher_gone, launcher, rank, node),
-                on_failure=partial(_tell, tells),
+                on_failure=on_failure,
             ) as groups,
         ):
             if rank == 0:
@@ -144,14 +143,6 @@ def group_secret(environ: MutableMapping[str, str], ranks: Ranks, file: Path | N
     return cluster_secret(file, makes=makes)
 
 
-def _tell(tells: int | None, failure: Failure) -> None:
-    if tells is None:
-        return
-    line = " ".join(str(failure).split()).encode()[:MOST_LINE] + b"\n"  # a pipe takes so much whole
-    with suppress(OSError):
-        os.write(tells, line)
-
-
 def told(settings: Settings, config: MeshConfig) -> dict[str, str]:
     """What must be the same on all ranks, by what it is: nothing that belongs to one machine."""
     run = settings.run_config("rank", SINGLE)
@@ -179,8 +170,6 @@ def _follow(
     workload: Workload | None,
 ) -> None:
     """Be a rank that does what rank 0 says; its log lies in the run's folder."""
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)  # rank 0 says when it is over
     workload = workload or load_workload(
         settings.train, settings.cluster.seed, settings.node.dataset, log.logger
     )
@@ -192,4 +181,5 @@ def _follow(
         log.file_logs_to(paths.log_file("rank", groups.watch.node, groups.rank), run_id)
         return paths.root
 
+    leave_signals(signal.SIGINT, signal.SIGTERM)  # rank 0 says when it is over
     loop.follow(workload, run.train, config, groups, seed=run.seed, begin=begin, log=log.logger)

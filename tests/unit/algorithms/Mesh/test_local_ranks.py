@@ -10,8 +10,8 @@ from unittest.mock import Mock
 import pytest
 
 from own_workloads import normed
+from smolcluster.algorithms.children import END_S
 from smolcluster.algorithms.Mesh import local_ranks
-from smolcluster.algorithms.Mesh.children import END_S
 from smolcluster.configs.resolve import load_settings
 
 
