@@ -22,7 +22,7 @@ from smolcluster.configs.checks import check_unencrypted
 from smolcluster.configs.overrides import unused_overrides, workload_overrides
 from smolcluster.configs.schema import config_of
 from smolcluster.errors import ConfigError, LaunchError
-from smolcluster.launch.doctor.checks_links import check_links
+from smolcluster.launch.doctor.checks_links import check_links, check_port
 from smolcluster.launch.find import all_runs, find
 from smolcluster.launch.host import Host
 from smolcluster.launch.invite.start import begin_inviting, check_invitable
@@ -331,7 +331,7 @@ class Cluster(Site):
     def make_ready(self, launched: Launched, say: Say) -> RunPaths:
         machines, secret = self._machines.values(), ensure_secret(own_secret_file()).key
         asked, cluster = self.asked, self.asked.settings.cluster
-        check_links(cluster, self._machines, ())  # a port in use is told before anything is brought
+        check_port(cluster, self._machines[cluster.server].host)
         make_ready(machines, secret, say, project=self._project, sync=self.how.sync)
         check_links(cluster, self._machines, cluster.machines[1:])
         cluster_file = cluster_bytes(asked.cluster_file, asked.request.without)

@@ -67,9 +67,7 @@ def listen(port: int, token: str, seconds: int, addresses: list[str]) -> None:
         listener, places[address] = _place(address, port)
         if listener is not None:
             listeners.append(listener)
-    busy = [address for address, place in places.items() if place["state"] == "busy"]
-    holder, free = (_holder(port), _next_free(port, busy)) if busy else ("", 0)
-    _say({"places": places, "own": own_addresses(), "holder": holder, "free": free})
+    _say({"places": places, "own": own_addresses()})
     signal.alarm(seconds)
     gates = _Gates()
     for listener in listeners:
@@ -123,29 +121,6 @@ def _answers(address: str, port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _next_free(port: int, addresses: list[str]) -> int:
-    """The first port above in which nobody listens on these addresses; 0: none near."""
-    for candidate in range(port + 1, min(port + 100, 65536)):
-        try:
-            for address in addresses:
-                _listener(address, candidate).close()
-        except OSError:
-            continue
-        return candidate
-    return 0
-
-
-def _holder(port: int) -> str:
-    """Who listens on a port, as far as this user may know: `python3 (process 4711)`."""
-    said = _said(["lsof", "-nP", f"-iTCP:{port}", "-sTCP:LISTEN", "-Fpc"])
-    found = re.search(r"^p(\d+)\nc(.+)$", said, re.MULTILINE)
-    if found:
-        return f"{found[2]} (process {found[1]})"
-    said = _said(["ss", "-Hltnp", f"sport = :{port}"])
-    found = re.search(r'\(\("([^"]+)",pid=(\d+)', said)
-    return f"{found[1]} (process {found[2]})" if found else ""
 
 
 def own_addresses() -> list[str]:

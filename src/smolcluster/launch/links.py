@@ -76,28 +76,14 @@ class Listener(BaseModel):
     Attributes:
         places: what came of each address.
         own: its machine's addresses.
-        holder: who else listens on the wanted port; empty: unknown.
-        free: the next port in which nobody listens; 0: none is near.
     """
 
     places: dict[str, Place]
     own: tuple[str, ...]
-    holder: str = ""
-    free: int = 0
 
     @property
     def ports(self) -> dict[str, int]:
         return {address: place.port for address, place in self.places.items() if place.port}
-
-    @property
-    def by(self) -> str:
-        """Who has the wanted port, as a sentence's end; empty: unknown."""
-        return f" by {self.holder}" if self.holder else ""
-
-    @property
-    def other_port(self) -> str:
-        """What to take in the place of a port that is in use."""
-        return f"--override port={self.free}" if self.free else "another port"
 
 
 def probe_source() -> bytes:

@@ -5,9 +5,10 @@ hangs, as the size of a disk does whose server is away, holds up no other. The s
 what Linux and macOS bring.
 """
 
+import ipaddress
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from smolcluster.errors import LaunchError
@@ -17,6 +18,11 @@ from smolcluster.utils.words import one_line
 MIN_PYTHON = (3, 11)
 ABSENT = 3
 """The exit code of `environment` where the project has none."""
+ALL_ADDRESSES = frozenset({"*", "0.0.0.0", "::"})  # noqa: S104 - nobody listens there
+_LISTENER = re.compile(r"^([0-9A-F]{8,32}):([0-9A-F]{4})$", re.MULTILINE)
+_MAC_LISTENER = re.compile(r"^(\S+)[.](\d+)$", re.MULTILINE)
+_BY_SS = re.compile(r'\(\("(?P<program>[^"]+)",pid=(?P<pid>\d+)')
+_BY_LSOF = re.compile(r"^p(?P<pid>\d+)\nc(?P<program>.+)$", re.MULTILINE)
 
 SCRIPT = f"""
 fact_system() {{ echo "$(uname -s) $(uname -m)"; }}
@@ -58,6 +64,18 @@ fact_disk() {{
 fact_memory() {{ cat /proc/meminfo 2>/dev/null || vm_stat; }}
 fact_sleep() {{ pmset -g; }}
 fact_secret() {{ [ ! -e "$secret" ] || ls -ld "$secret"; }}
+fact_listeners() {{
+  PATH="$PATH:/usr/sbin"
+  if [ -r /proc/net/tcp ]; then
+    awk '$4 == "0A" {{print $2}}' /proc/net/tcp /proc/net/tcp6 2>/dev/null
+  else
+    netstat -an -p tcp | awk '/LISTEN/ {{print $4}}'
+  fi
+}}
+fact_port_holder() {{
+  PATH="$PATH:/usr/sbin:/sbin"
+  ss -Hltnp "sport = :$port" 2>/dev/null || lsof -nP "-iTCP:$port" -sTCP:LISTEN -Fpc 2>/dev/null
+}}
 fact_addresses() {{
   PATH="$PATH:/usr/sbin:/sbin"
   if command -v ip >/dev/null 2>&1; then
@@ -136,6 +154,34 @@ class Facts:
         return " ".join(said) if len(said) == 2 else ""
 
     @property
+    def listeners(self) -> Mapping[int, set[str]]:
+        """By port the addresses on which somebody listens; `*`: on all of them."""
+        said, found = self.text("listeners"), dict[int, set[str]]()
+        for address, port in _LISTENER.findall(said):
+            found.setdefault(int(port, 16), set()).add(_linux_address(address))
+        for address, port in _MAC_LISTENER.findall(said):
+            found.setdefault(int(port), set()).add(address.partition("%")[0])
+        return found
+
+    def is_taken(self, port: int, addresses: Collection[str]) -> bool:
+        """Whether somebody listens on this port on one of the addresses, as far as the machine tells."""
+        there = self.listeners.get(port, set())
+        meets_all = ALL_ADDRESSES & {*there, *addresses}
+        return bool(there and (meets_all or there & {*addresses}))
+
+    def next_free(self, port: int) -> int | None:
+        """The first port above in which nobody listens; None: none is near, or it has not told."""
+        taken = self.listeners
+        near = range(port + 1, min(port + 100, 65536)) if taken else ()
+        return next((each for each in near if each not in taken), None)
+
+    @property
+    def port_holder(self) -> str:
+        """Who listens on the port that was asked for: `python3 (process 4711)`; empty: unknown."""
+        found = _BY_SS.search(self.text("port_holder")) or _BY_LSOF.search(self.text("port_holder"))
+        return f"{found['program']} (process {found['pid']})" if found else ""
+
+    @property
     def free_nbytes(self) -> int:
         """What the disk of the folder has left for its user.
 
@@ -148,13 +194,13 @@ class Facts:
 NOTHING_KNOWN = Facts({})
 
 
-def facts_of(host: Host, *names: str, folder: str = "~") -> Facts:
-    """These facts of a machine; `folder`: the project's there.
+def facts_of(host: Host, *names: str, folder: str = "~", port: int = 0) -> Facts:
+    """These facts of a machine; `folder`: the project's there, `port`: the one whose holder is asked for.
 
     Raises:
         LaunchError: it cannot be asked, or has no POSIX shell.
     """
-    done = host.run(facts_script(*names, folder=folder))
+    done = host.run(facts_script(*names, folder=folder, port=port))
     facts = read_facts(done)
     if not facts.told.keys() >= set(names):
         raise LaunchError(
@@ -170,6 +216,7 @@ def facts_script(
     interpreter: str = "",
     secret_file: str | None = None,
     exports: str = "",
+    port: int = 0,
 ) -> str:
     """What prints facts.
 
@@ -178,7 +225,7 @@ def facts_script(
     return (
         f"wanted={shlex.quote(' '.join(names))} folder={shell_path(folder)} "
         f"python={shell_path(interpreter)} secret={secret_path(secret_file)} "
-        f"exports={shlex.quote(exports)}{SCRIPT}"
+        f"exports={shlex.quote(exports)} port={port}{SCRIPT}"
     )
 
 
@@ -187,6 +234,13 @@ def secret_path(file: str | None) -> str:
     if file is None:
         return '"${XDG_CONFIG_HOME:-$HOME/.config}"/smolcluster/secret'
     return shell_path(file)
+
+
+def _linux_address(said: str) -> str:
+    """What `/proc/net/tcp` calls an address: in hex, each four bytes backwards."""
+    packed = b"".join(bytes.fromhex(each)[::-1] for each in re.findall("." * 8, said))
+    address = ipaddress.ip_address(packed)
+    return str(getattr(address, "ipv4_mapped", None) or address)
 
 
 def read_facts(done: Done) -> Facts:

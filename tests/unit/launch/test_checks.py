@@ -21,7 +21,7 @@ from harness import free_port
 from reading import fake_ssh, launched_run, server
 from smolcluster.errors import PortBusy
 from smolcluster.launch.doctor.checks import judge_system
-from smolcluster.launch.doctor.checks_links import check_links
+from smolcluster.launch.doctor.checks_links import PORT_FACTS, check_links, check_port
 from smolcluster.launch.doctor.checks_project import (
     WORKLOAD_CHECKS,
     torch_script,
@@ -31,7 +31,7 @@ from smolcluster.launch.doctor.findings import Check, Finding, NodeChecks, ok, s
 from smolcluster.launch.doctor.table import TABLE, look_at
 from smolcluster.launch.find import RUNS_DIR
 from smolcluster.launch.host import Done, Host
-from smolcluster.launch.node_facts import MIN_PYTHON, Facts
+from smolcluster.launch.node_facts import MIN_PYTHON, Facts, facts_of
 from smolcluster.launch.project import LATEST, Project
 from smolcluster.runs.launched import read_launched, write_launched
 from smolcluster.runs.lock import run_lock
@@ -257,6 +257,7 @@ def test_the_listener_tells_how_the_servers_port_is(
         node = node_checks()
         host_ip = dict.fromkeys(node.cluster.host_ip, address)
         node.cluster = cluster(host_ip=host_ip, port=port)
+        node.facts = facts_of(Host("pi5"), *PORT_FACTS, port=port)
         node.findings["system"] = ok("reached")
         with listening(node) as listener:
             assert listener
@@ -270,6 +271,7 @@ def test_a_port_that_the_users_own_run_listens_on_is_no_failure(
     monkeypatch.setenv(RUNS_DIR, str(tmp_path))
     node = node_checks()
     node.cluster = cluster(host_ip=dict.fromkeys(node.cluster.host_ip, "127.0.0.1"), port=taken)
+    node.facts = facts_of(Host("pi5"), *PORT_FACTS, port=taken)
     node.findings["system"] = ok("reached")
     for ssh, state, words in (
         ("pi5", "warn", ("by your run mine", "--override port=", "stop mine`")),
@@ -289,6 +291,8 @@ def test_a_launch_onto_a_port_in_use_is_refused_with_a_free_one(taken: int) -> N
         stated = cluster(host_ip=dict.fromkeys(("mini1", "mini2", "pi5"), "127.0.0.1"), port=port)
         machines = {name: machine_at(Host(name, name)) for name in stated.machines}
         is_refused = pytest.raises(PortBusy, match=rf"mini1 .*: port {port} is in use.* port=\d+$")
+        with is_refused if port == taken else nullcontext():
+            check_port(stated, machines["mini1"].host)
         with is_refused if port == taken else nullcontext():
             check_links(stated, machines, stated.workers)
 

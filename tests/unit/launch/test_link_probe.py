@@ -157,7 +157,6 @@ def test_a_port_in_use_is_told_and_left_alone() -> None:
             pass
     assert told["places"][LOOPBACK]["state"] == "busy"
     assert told["places"][LOOPBACK]["port"] not in (0, taken)
-    assert told["free"] > taken
 
 
 def test_nobody_there(port: int) -> None:

@@ -60,6 +60,69 @@ def test_installing_is_each_systems_own(known: Facts, command: str) -> None:
     assert known.installing("tmux").endswith(command)
 
 
+LINUX_LISTENS = """0100007F:FF98
+00000000:0016
+00000000000000000000000001000000:0277
+0000000000000000FFFF00000101A8C0:FF99
+00000000000000000000000000000000:2346
+"""
+MAC_LISTENS = """127.0.0.1.65432
+*.22
+::1.631
+192.168.1.1.65433
+fe80::1%lo0.9030
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "port", "address", "is_taken"),
+    [
+        (LINUX_LISTENS, 65432, "127.0.0.1", True),
+        (LINUX_LISTENS, 65432, "10.10.0.1", False),
+        (LINUX_LISTENS, 65432, "0.0.0.0", True),  # noqa: S104
+        (LINUX_LISTENS, 22, "10.10.0.1", True),
+        (LINUX_LISTENS, 631, "::1", True),
+        (LINUX_LISTENS, 65433, "192.168.1.1", True),
+        (LINUX_LISTENS, 9030, "10.10.0.1", True),
+        (LINUX_LISTENS, 65434, "127.0.0.1", False),
+        (MAC_LISTENS, 65432, "127.0.0.1", True),
+        (MAC_LISTENS, 65432, "10.10.0.1", False),
+        (MAC_LISTENS, 22, "10.10.0.1", True),
+        (MAC_LISTENS, 631, "::1", True),
+        (MAC_LISTENS, 9030, "fe80::1", True),
+        ("", 22, "127.0.0.1", False),
+    ],
+)
+def test_who_listens_is_told_without_python(
+    said: str, port: int, address: str, is_taken: bool
+) -> None:
+    known = facts(listeners=said)
+    assert known.is_taken(port, [address]) is is_taken
+    assert known.next_free(65432) == (65434 if said else None)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        'LISTEN 0 5 127.0.0.1:65432 0.0.0.0:* users:(("python3",pid=4711,fd=3))',
+        "p4711\ncpython3\nf3",
+    ],
+)
+def test_who_has_a_port_is_told_by_ss_and_by_lsof(said: str) -> None:
+    assert facts(port_holder=said).port_holder == "python3 (process 4711)"
+    assert facts(port_holder="").port_holder == ""
+
+
+def test_this_machine_says_who_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        found = facts_of(HERE, "listeners", "port_holder", port=port)
+    assert found.is_taken(port, ["127.0.0.1"])
+    assert not found.is_taken(port, ["192.0.2.77"])
+    if shutil.which("ss") or shutil.which("lsof"):
+        assert found.port_holder.endswith(f"(process {os.getpid()})")
+
+
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder that comes first where a machine looks for programs."""

@@ -26,7 +26,7 @@ from smolcluster.launch.doctor.findings import (
     warn,
 )
 from smolcluster.launch.find import all_runs
-from smolcluster.launch.host import Done
+from smolcluster.launch.host import Done, Host
 from smolcluster.launch.links import (
     Listener,
     ask,
@@ -36,6 +36,7 @@ from smolcluster.launch.links import (
     python_lines,
     read_listener,
 )
+from smolcluster.launch.node_facts import Facts, facts_of
 from smolcluster.launch.plan import Machines
 from smolcluster.launch.prepare import run_on_all
 from smolcluster.launch.watch.listing import living
@@ -59,6 +60,7 @@ NEW_TMUX_FIX = (
     "sessions any more (`tmux list-sessions`), `tmux kill-server`, which ends them all"
 )
 TMUX_FAILS = "tmux does not start"
+PORT_FACTS = ("listeners", "port_holder")
 
 
 # --- the server's port
@@ -92,14 +94,15 @@ def judge_port(answer: Done, node: NodeChecks) -> Finding:
         )
     came = {place.state: place for place in listener.places.values()}
     if "busy" in came:
+        by, other = _holder_and_other(port, node.facts)
         if own := _own_run_on(port, node.host.destination):
             return warn(
                 f"port {port} is in use by your run {own}",
-                f"to start another beside it take {listener.other_port}; {as_command('stop', own)} ends it",
+                f"to start another beside it take {other}; {as_command('stop', own)} ends it",
             )
         return fail(
-            f"port {port} is in use{listener.by}",
-            f"{as_command('runs')} shows whether a run has it; end that, or take {listener.other_port}",
+            f"port {port} is in use{by}",
+            f"{as_command('runs')} shows whether a run has it; end that, or take {other}",
         )
     if "refused" in came:
         why = came["refused"].why
@@ -107,6 +110,13 @@ def judge_port(answer: Done, node: NodeChecks) -> Finding:
     if "listening" not in came:
         return _foreign(f"{', '.join(listener.places)}: no address of", "host_ip", listener, node)
     return ok(f"{port} free")
+
+
+def _holder_and_other(port: int, facts: Facts) -> tuple[str, str]:
+    """Who has a port that is in use, as a sentence's end, and what to take in its place."""
+    by = f" by {facts.port_holder}" if facts.port_holder else ""
+    free = facts.next_free(port)
+    return by, f"--override port={free}" if free else "another port"
 
 
 def _own_run_on(port: int, destination: str | None) -> str | None:
@@ -294,6 +304,30 @@ LINK_CHECKS = (
 """While the listener waits."""
 
 
+def check_port(cluster: ClusterConfig, server: Host) -> None:
+    """See that the server's port is free, as far as its machine tells without any Python.
+
+    Raises:
+        PortBusy: somebody listens there; the message offers the next free port.
+        LaunchError: the machine cannot be asked.
+    """
+    facts = _port_facts(cluster, server)
+    if facts.is_taken(cluster.port, listening_addresses(cluster)):
+        raise _port_busy(cluster, server, facts)
+
+
+def _port_facts(cluster: ClusterConfig, server: Host) -> Facts:
+    return facts_of(server, *PORT_FACTS, port=cluster.port)
+
+
+def _port_busy(cluster: ClusterConfig, server: Host, facts: Facts) -> PortBusy:
+    by, other = _holder_and_other(cluster.port, facts)
+    return PortBusy(
+        f"{server.node} ({server.shown}): port {cluster.port} is in use{by}; "
+        f"{as_command('runs')} shows whether a run has it; take {other}"
+    )
+
+
 def check_links(cluster: ClusterConfig, machines: Machines, senders: Sequence[str]) -> None:
     """See before a run that the server's port is free, and that packets of full size reach it from `senders`.
 
@@ -326,8 +360,5 @@ def check_links(cluster: ClusterConfig, machines: Machines, senders: Sequence[st
         except LaunchError:
             return
         if any(place.state == "busy" for place in listener.places.values()):
-            raise PortBusy(
-                f"{server.name} ({server.host.shown}): port {cluster.port} is in use{listener.by}; "
-                f"{as_command('runs')} shows whether a run has it; take {listener.other_port}"
-            )
+            raise _port_busy(cluster, server.host, _port_facts(cluster, server.host))
         run_on_all(others, look)

@@ -6,7 +6,7 @@ from functools import partial
 
 from smolcluster.errors import LaunchError
 from smolcluster.launch.doctor.checks import MACHINE_CHECKS
-from smolcluster.launch.doctor.checks_links import LINK_CHECKS, PORT_CHECK
+from smolcluster.launch.doctor.checks_links import LINK_CHECKS, PORT_CHECK, PORT_FACTS
 from smolcluster.launch.doctor.checks_project import PROJECT_CHECKS, WORKLOAD_CHECKS, exports
 from smolcluster.launch.doctor.findings import Check, Finding, NodeChecks, fail, skipped
 from smolcluster.launch.host import Done, TookTooLong, Unreachable
@@ -22,7 +22,7 @@ ORDER = (SSH, HOST_KEY, SYSTEM, IDENTITY, *(check.name for check in TABLE))
 CONTACT = ("system", "apple_silicon", "packages", "identity", "clock")
 """Facts that the first contact asks for: none takes long, so the time that it takes is the connection's."""
 FACTS = (
-    *("folder", "interpreter"),
+    *("folder", "interpreter", *PORT_FACTS),
     *(check.name for check in TABLE if check.script is None and check.name not in CONTACT),
 )
 CONTACT_S = 15.0
@@ -84,6 +84,7 @@ def ask_facts(node: NodeChecks, name: str, facts: Sequence[str], *, alone: bool 
         interpreter=machine.interpreter,
         secret_file=machine.secret_file,
         exports=exports(node),
+        port=node.cluster.port,
     )
     try:
         return ask(partial(node.host.run, alone=alone), name, script, CONTACT_S)
