@@ -63,7 +63,7 @@ class SettingError(ConfigError, ValueError):
         stated = "missing" if self.value is ... else show(self.value)
         hint = f"; did you mean {self.nearest}?" if self.nearest else ""
         told = self.problem or f"must be {self.allowed}"
-        return f"{self.key} {self.verb} {stated}, {told}{hint}"
+        return f"{self.key} {self.verb} {stated}, {told}{hint}".lstrip()
 
     def placed(self, place: Place, source: str) -> Self:
         """The same error, with the place and the source that whoever set the key knows."""

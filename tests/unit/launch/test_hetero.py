@@ -135,13 +135,16 @@ def test_no_file_and_no_json_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = tmp_path / "program.py"
-    for text in (None, "{"):
+    for text in (None, "{", "[1]", '{"version": "1", "version": "2"}'):
         path = tmp_path / "hetero_config.json"
         if text is not None:
             path.write_text(text, encoding="utf-8")
         said = ["--config", str(path)]
         assert main(program, output_dir=str(tmp_path), training={}, arguments=said) == 2
-    assert "init --hetero" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "init --hetero" in told
+    assert 'duplicate key "version"; keep one of them' in told
+    assert "hetero_config.json: is [1], must be a mapping with keys of version, coord" in told
 
 
 def test_the_files_of_a_machine_s_part(tmp_path: Path) -> None:
@@ -172,6 +175,10 @@ def test_the_files_of_a_machine_s_part(tmp_path: Path) -> None:
     assert secret.stat().st_mode & 0o77 == 0
     cluster = json.loads((tmp_path / "out" / "cluster.yaml").read_text(encoding="utf-8"))
     assert cluster["nodes"]["worker1"]["secret_file"] == str(secret)
+    changed = Part(of(tmp_path, secret="1" * 64), tmp_path / "program.py", tmp_path / "out", {})
+    changed.write()
+    cluster = json.loads((tmp_path / "out" / "cluster.yaml").read_text(encoding="utf-8"))
+    assert Path(cluster["nodes"]["worker1"]["secret_file"]).read_text().strip() == "1" * 64
     with pytest.raises(ConfigError, match="no run"), part.going_on_from(20):
         pytest.fail("there is none to go on with")
 

@@ -204,7 +204,7 @@ def read_hetero(path: Path) -> HeteroConfig:
         ConfigError: one line with what is wrong first.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_each_key_once)
     except FileNotFoundError:
         raise ConfigError(
             f"{path}: there is no such file; {as_command('init', '--hetero')} writes one"
@@ -220,6 +220,13 @@ def read_hetero(path: Path) -> HeteroConfig:
         raise first from None
     check_plan(config, str(path))
     return config
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for key, times in Counter(key for key, _ in pairs).items():
+        if times > 1:
+            raise ValueError(f'duplicate key "{key}"; keep one of them')
+    return dict(pairs)
 
 
 def check_plan(config: HeteroConfig, told: str) -> None:

@@ -37,7 +37,7 @@ from smolcluster.runs.files import write_whole
 from smolcluster.runs.launched import LaunchedProcess
 from smolcluster.runs.paths import LATEST, find_run
 from smolcluster.runs.summary import read_summary
-from smolcluster.wire.security import default_secret_path, ensure_secret
+from smolcluster.wire.security import default_secret_path, ensure_secret, keep_secret
 
 STOP_S = 60.0
 """What processes have to save and to end."""
@@ -121,16 +121,14 @@ class Part:
         """Write the cluster file, and the secret, if there is one.
 
         Raises:
-            LaunchError: the folder cannot be written.
+            LaunchError, AuthError: the folder cannot be written, or others may read the secret there.
         """
-        secret_file = None if self._config.secret is None else self._folder / "secret"
-        cluster = self._config.cluster(self._folder, secret_file)
+        secret, file = self._config.secret, None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            if secret_file is not None and not secret_file.exists():
-                descriptor = os.open(secret_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-                with os.fdopen(descriptor, "w") as file:
-                    file.write(f"{self._config.secret}\n")
+            if secret is not None:
+                file = keep_secret(self._folder / "secret", secret.encode()).path
+            cluster = self._config.cluster(self._folder, file)
             write_whole(self._cluster_file, json.dumps(cluster, indent=2).encode())
         except OSError as error:
             raise LaunchError(
