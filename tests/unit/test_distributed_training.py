@@ -138,6 +138,14 @@ def test_flags_do_not_lead_away_from_torchruns_store() -> None:
         ),
         ({}, {"world_size": 4, "rank": 4}, "ranks 4 to 4 are not within 0 to 3"),
         ({}, {"world_size": 4, "rank": 2, "num_here": 3}, "ranks 2 to 4"),
+        ({}, {"world_size": 0}, "--world-size is 0, must be a whole number above 0"),
+        ({}, {"world_size": -4}, "--world-size is -4"),
+        ({"WORLD_SIZE": "0"}, {}, "WORLD_SIZE is 0"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, {}, "WORLD_SIZE is 0"),
+        ({}, {"world_size": 2, "rank": 1, "num_here": 0}, "--nproc-per-node is 0"),
+        ({}, {"world_size": 2, "rank": 1, "port": 99999}, "--master-port is 99999, must be"),
+        ({}, {"world_size": 2, "port": 0}, "--master-port is 0"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "0"}, {}, "MASTER_PORT is 0"),
     ],
 )
 def test_ranks_that_cannot_be(environ: Mapping[str, str], flags: dict[str, int], told: str) -> None:

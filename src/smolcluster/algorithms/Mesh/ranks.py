@@ -59,6 +59,9 @@ def ranks_of(
     Raises:
         ConfigError: numbers or places that contradict each other.
     """
+    for flag, number in (("--world-size", world_size), ("--nproc-per-node", num_here)):
+        if number is not None and number < 1:
+            raise ConfigError(f"{flag} is {number}, must be a whole number above 0")
     if has_agent_store(environ):
         _check_agent_store(environ, address, port)
     address = address or environ.get("MASTER_ADDR") or "localhost"
@@ -73,17 +76,32 @@ def ranks_of(
                     f"--world-size is {world_size}, but {size_variable} is {size}: leave --world-size out"
                 )
             _check_one_world(environ, size, address)
-            known = port or (_number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else None)
-            return _checked(Ranks(range(own, own + 1), size, True, address, known or DEFAULT_PORT))
+            known = _port(environ, port)
+            return _checked(Ranks(range(own, own + 1), size, True, address, known))
     stated = _number(environ, "WORLD_SIZE") if "WORLD_SIZE" in environ else None
-    size = world_size or stated or 1
+    size = world_size or (1 if stated is None else stated)
     if rank is None and stated is not None and size > 1:
         rank = _first_of_pod(environ, num_here or 1, size)
     if rank is None:
-        return Ranks(range(size), size, size == 1, address, port)
+        free = None if port is None else _port(environ, port)
+        return _checked(Ranks(range(size), size, size == 1, address, free))
     here = range(rank, rank + (num_here or 1))
-    known = port or (_number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else None)
-    return _checked(Ranks(here, size, len(here) == 1, address, known or DEFAULT_PORT))
+    return _checked(Ranks(here, size, len(here) == 1, address, _port(environ, port)))
+
+
+def _port(environ: Mapping[str, str], stated: int | None) -> int:
+    """Where rank 0 or torchrun listens.
+
+    Raises:
+        ConfigError: there is no such port.
+    """
+    name, port = "--master-port", stated
+    if port is None:
+        name = "MASTER_PORT"
+        port = _number(environ, name) if name in environ else DEFAULT_PORT
+    if not 0 < port < 65536:
+        raise ConfigError(f"{name} is {port}, must be a whole number from 1 to 65535")
+    return port
 
 
 def _first_of_pod(environ: Mapping[str, str], num_here: int, size: int) -> int:
@@ -150,6 +168,8 @@ def _check_one_world(environ: Mapping[str, str], size: int, address: str) -> Non
 
 
 def _checked(ranks: Ranks) -> Ranks:
+    if ranks.world_size < 1:
+        raise ConfigError("WORLD_SIZE is 0, must be a whole number above 0")
     if ranks.here.start < 0 or ranks.here.stop > ranks.world_size:
         raise ConfigError(
             f"ranks {ranks.here.start} to {ranks.here.stop - 1} are not within 0 to {ranks.world_size - 1}: "
