@@ -125,7 +125,7 @@ def test_the_reference_says_which_files_set_a_key() -> None:
     assert setters("worker_update_interval")[0] == "configs"
     assert {"docs", "tests"} <= {*setters("kubernetes.claim")}
     assert "benchmarks" in setters("`nodes.NAME.threads`")
-    assert setters("kubernetes.hidden") == []  # a name of another section
+    assert setters("kubernetes.grace") == []  # a name of another section
 
 
 WRITTEN = tuple(each for each in DOCUMENTS if each not in GENERATED)

@@ -19,6 +19,8 @@ A_NAME = "a name of at most 64 letters, digits, '.', '_' and '-'"
 A_REMOTE_PATH = "a path that begins with / or ~/, without backslashes"
 
 REMOTE_PATH = r"^(~|~?/[^\x00-\x1f\\]*)$"
+ALLOWED = "x-allowed"
+"""What text of a pattern may be, in words, where the schema says it."""
 MODEL = "model"
 """The key whose section is of one of several kinds."""
 
@@ -71,6 +73,11 @@ class KeySchema:
         """Whether the value is text, a path or a name: what needs no quotes on a command line."""
         return self.schema.get("type") == "string" and not self.is_mixed
 
+    @property
+    def allowed_name(self) -> str:
+        """What the names of such a mapping may be, as the end of the sentence "must be …"."""
+        return str(self.schema.get("propertyNames", {}).get(ALLOWED, ""))
+
     def child(self, name: str) -> "KeySchema | None":
         """The shape below `name`; None when there is no such key."""
         if self.keys:
@@ -93,7 +100,7 @@ class KeySchema:
         if choices:
             return "one of " + ", ".join(map(str, choices))
         if "pattern" in schema:
-            return A_REMOTE_PATH if schema["pattern"] == REMOTE_PATH else A_NAME
+            return str(schema.get(ALLOWED, f"text that matches {schema['pattern']}"))
         match schema.get("type"):
             case "boolean":
                 return "true or false"
@@ -187,7 +194,9 @@ def _setting_error(section: type[BaseModel], details: ErrorDetails, source: str)
             value = ...
     if "[key]" in place:
         above, name, also = place[:-2], place[-2], (place[:-1],)
-        return SettingError(above, name, verb=HAS_KEY, allowed=A_NAME, also=also, source=source)
+        names = find_shape(section, tuple(map(str, above)))
+        allowed = names.allowed_name if names else ""
+        return SettingError(above, name, verb=HAS_KEY, allowed=allowed, also=also, source=source)
     shape = find_shape(section, tuple(map(str, place)))
     allowed = shape.allowed(value) if shape else ""
     return SettingError(

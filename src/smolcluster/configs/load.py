@@ -190,7 +190,7 @@ def _complaint(error: "MarkedYAMLError") -> str:
             f"{where}: {problem.removeprefix('found ').split(' with value')[0]}; keep one of them"
         )
     if "'\\t'" in problem:
-        return f"{where}: is indented with a tab; YAML allows spaces only"
+        return f"{where}: has a tab in a place where YAML allows spaces only"
     return f"{where}: is not valid YAML ({problem})"
 
 

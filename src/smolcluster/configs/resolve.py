@@ -224,7 +224,7 @@ def checked_cluster(
     Raises:
         ConfigError: it is wrong.
     """
-    flat, told = flatten(content, source)
+    flat, told = flatten(content, source, of_training=False)
     return flat, Draft(cluster_section(), source, flat, told).check(check_cluster)
 
 
@@ -245,7 +245,7 @@ def resolve(
     Raises:
         ConfigError: as `load_settings`.
     """
-    cluster, cluster_told = flatten(cluster, cluster_file)
+    cluster, cluster_told = flatten(cluster, cluster_file, of_training=False)
     train, train_told = flatten(train, train_file)
     layers = (from_environment(environ or {}), from_overrides(overrides))
     stated = [each for layer in layers for each in sorted(layer, key=_is_old)]

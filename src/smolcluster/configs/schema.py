@@ -47,7 +47,7 @@ from pydantic import (
 )
 
 from smolcluster.configs.function_name import FunctionName, check_name
-from smolcluster.configs.keys import REMOTE_PATH, refused
+from smolcluster.configs.keys import A_NAME, A_REMOTE_PATH, ALLOWED, REMOTE_PATH, refused
 from smolcluster.configs.load import NODE_SECTION, SECTIONS, dump_yaml
 from smolcluster.configs.old_keys import OLD_KEYS, TOP_LEVEL, with_old_keys
 from smolcluster.configs.problems import Place, SettingError
@@ -65,21 +65,59 @@ def _expand_user(path: Path) -> Path:
         raise ValueError("must not begin with the home folder of an unknown user") from None
 
 
+def _text(pattern: str, allowed: str, max_length: int | None = None) -> Any:
+    """Text that matches a pattern; `allowed`: what does, in the words of a refusal."""
+    return Field(pattern=pattern, max_length=max_length, json_schema_extra={ALLOWED: allowed})
+
+
+def one_sentence(allowed: str) -> WrapValidator:
+    """Says in one sentence what is allowed, for whichever of several kinds the value was meant to be."""
+
+    def checked(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return check(value)
+        except ValidationError:
+            raise SettingError((), value, allowed=allowed) from None
+
+    return WrapValidator(checked)
+
+
 # A YAML list is no tuple and YAML text no Path: these two are converted, all else must have its type.
 # A node's name is part of the names of log files. A destination must not look like an option of ssh.
-NodeName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-Address = Annotated[str, StringConstraints(min_length=1, max_length=255)]
+NodeName = Annotated[str, _text(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", A_NAME)]
+Address = Annotated[
+    str,
+    _text(
+        r"^([^\s/@:\[\]]+|[0-9A-Fa-f]*(:[0-9A-Fa-f.]*){2,}(%\w+)?)$",
+        "an address or a name, without a port, such as 10.10.0.1",
+        max_length=255,
+    ),
+]
 MetricsPort = Annotated[int, Field(ge=1, le=65535)] | None
-LokiUrl = Annotated[str, StringConstraints(pattern=r"^https?://[^\s@/]+/?$")] | None
+LokiUrl = (
+    Annotated[str, _text(r"^https?://[^\s@/]+/?$", "an address such as http://192.168.1.10:3100")]
+    | None
+)
 SshDestination = Annotated[
-    str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@:%+\[\]/-]{0,254}$")
+    str,
+    _text(
+        r"^[A-Za-z0-9_][A-Za-z0-9_.@:%+\[\]/-]{0,254}$",
+        "what ssh connects to, such as pi@192.168.50.2",
+    ),
 ]
 # In a remote path a backslash would mean one thing to fish, and another to all other shells.
-RemotePath = Annotated[str, StringConstraints(pattern=REMOTE_PATH)]
+RemotePath = Annotated[str, _text(REMOTE_PATH, A_REMOTE_PATH)]
 HUB_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?$"
 """A name on the Hugging Face hub, which leads out of no folder."""
-EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-TorchBackend = Annotated[str, StringConstraints(pattern=r"^[a-z0-9.]+$")]
+HubName = Annotated[
+    str, _text(HUB_NAME, "a name on the Hugging Face hub, such as Salesforce/wikitext")
+]
+EnvName = Annotated[
+    str, _text(r"^[A-Za-z_][A-Za-z0-9_]*$", "a variable's name of letters, digits and '_'")
+]
+TorchBackend = Annotated[
+    str, _text(r"^[a-z0-9.]+$", "auto, pypi, or what uv's --torch-backend takes, such as cu128")
+]
 NodeNames = Annotated[tuple[NodeName, ...], Strict(False)]
 Addresses = Annotated[tuple[Address, ...], Strict(False), Field(min_length=1)]
 LocalPath = Annotated[Path, Strict(False), AfterValidator(_expand_user)]
@@ -98,14 +136,36 @@ Wait = Annotated[float, Field(gt=0, le=LONGEST_WAIT_S)]
 HeartbeatTimeout = Annotated[float, Field(ge=0.1, le=LONGEST_WAIT_S)]
 FunctionNamed = Annotated[str, AfterValidator(check_name)]
 Activation = Literal["relu", "gelu", "silu", "tanh"]
-SlurmOption = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z-]{0,39}$")]
-SlurmValue = Annotated[str, StringConstraints(pattern=r"^[^\s\"'\\]+$", max_length=200)]
-ImageName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][\w./:@-]*$", max_length=255)]
-KubernetesName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$")]
-SecretKey = Annotated[
-    str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9.-]*/[\w.-]+$", max_length=253)
+SlurmOption = Annotated[
+    str,
+    _text(r"^[a-z][a-z-]{0,39}$", "a long option of sbatch without its dashes, such as gres"),
 ]
-AlgorithmName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,31}$")]
+SlurmValue = Annotated[
+    str,
+    _text(r"^[^\s\"'\\]+$", "text without blanks, quotes and backslashes", max_length=200),
+]
+ImageName = Annotated[
+    str,
+    _text(r"^[A-Za-z0-9][\w./:@-]*$", "the name of an image, such as me/mine:1", max_length=255),
+]
+KubernetesName = Annotated[
+    str,
+    _text(
+        r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$",
+        "a name of at most 63 small letters, digits, '.' and '-'",
+    ),
+]
+SecretKey = Annotated[
+    str,
+    _text(
+        r"^[a-z0-9][a-z0-9.-]*/[\w.-]+$",
+        "a Secret's name and one of its keys, such as wandb/api-key",
+        max_length=253,
+    ),
+]
+AlgorithmName = Annotated[
+    str, _text(r"^[a-z][a-z0-9-]{0,31}$", "an algorithm's name in small letters, such as edp")
+]
 """One of those that are installed, or `single`; part of the names of runs."""
 CodecName = Literal["fp32", "bf16", "fp16", "int8", "int4"]
 Encryption = Literal["auto", "on", "off"]
@@ -135,7 +195,13 @@ OptimizerName = Annotated[
 ]
 """Ours, and classes of torch.optim that step by dense gradients alone: a Welcome can name no other code."""
 PlainValue = bool | int | float | str | None
-OptimizerArgs = dict[str, PlainValue | Annotated[tuple[PlainValue, ...], Strict(False)]]
+OptimizerArgs = dict[
+    str,
+    Annotated[
+        PlainValue | Annotated[tuple[PlainValue, ...], Strict(False)],
+        one_sentence("a number, text, true, false or null, or a list of these"),
+    ],
+]
 
 ENV = "env"
 """The key of a machine's section whose values may be secrets, such as tokens and passwords."""
@@ -188,7 +254,7 @@ class DatasetConfig(DatasetPlace):
         "local",
         description="Whether workers have the data, or get it from the server with their work.",
     )
-    repository: Annotated[str, StringConstraints(pattern=HUB_NAME)] | None = Field(
+    repository: HubName | None = Field(
         None, description="Of huggingface: the dataset's name, such as Salesforce/wikitext."
     )
     configuration: str | None = Field(
@@ -292,21 +358,9 @@ LayerRange = Annotated[tuple[NonNegativeInt, PositiveInt], Field(strict=False)]
 """Layers `[start, end)`."""
 
 
-def _one_sentence(allowed: str) -> WrapValidator:
-    """Says in one sentence what is allowed, for whichever of several kinds the value was meant to be."""
-
-    def checked(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return check(value)
-        except ValidationError:
-            raise SettingError((), value, allowed=allowed) from None
-
-    return WrapValidator(checked)
-
-
 ShardPlan = Annotated[
     Literal["auto", "even"] | dict[str, LayerRange | list[LayerRange]],
-    _one_sentence(
+    one_sentence(
         "auto, even, or ranges of layers by node, such as {mini1: [0, 12], pi5: [12, 20]}"
     ),
 ]
@@ -315,7 +369,7 @@ Servers = Annotated[
     | NodeNames
     | dict[NodeName, Annotated[float, Field(gt=0, allow_inf_nan=False)]]
     | None,
-    _one_sentence(
+    one_sentence(
         "auto, a list of nodes, nodes with what each takes, such as {mini1: 2, pi5: 1}, or null"
     ),
 ]
@@ -521,7 +575,13 @@ class SlurmConfig(Section):
     model_config = ConfigDict(json_schema_extra=with_old_keys("slurm.launcher"))
 
     nodes: PositiveInt = Field(1, description="Machines; the ranks are shared equally among them.")
-    options: dict[SlurmOption, SlurmValue | int | None] = Field(
+    options: dict[
+        SlurmOption,
+        Annotated[
+            SlurmValue | int | None,
+            one_sentence("text without blanks and quotes, a whole number, or null"),
+        ],
+    ] = Field(
         {},
         description="Further options of sbatch, such as {partition: gpu, time: 24:00:00, gres: gpu:8}; null: "
         "one without a value.",
@@ -989,7 +1049,7 @@ class TrainConfig(Section):
             raise SettingError(
                 ("lr_schedule", "min_lr"),
                 self.lr_schedule.min_lr,
-                f"above learning_rate = {self.learning_rate:g}",
+                f"must be at most learning_rate, {self.learning_rate:g}",
                 also=(("learning_rate",),),
             )
         return self

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from smolcluster.configs.keys import KeyPath, KeySchema, find_shape, fixed_paths, shape_of
-from smolcluster.configs.old_keys import read_old_keys
+from smolcluster.configs.old_keys import TOP_LEVEL, read_old_keys
 from smolcluster.configs.problems import Place, SettingError, UnknownKey
 from smolcluster.configs.schema import (
     NodeConfig,
@@ -32,6 +32,8 @@ TRAINING, DATA, DATASET = "training", "data", "dataset"
 CLIP_NORM: KeyPath = ("gradient_clipping", "max_norm")
 CLIP_ENABLED: KeyPath = ("gradient_clipping", "enabled")
 A_SECTION = "a mapping of keys to values"
+CLOSE = 0.75
+"""How alike an unknown key and one that stands elsewhere must be, of 1."""
 Told = dict[KeyPath, tuple[KeyPath, str]]
 """What each key of the flat shape is called where it was set, and the file, flag or variable that set it."""
 
@@ -100,10 +102,12 @@ def flat_values(written: KeyPath, value: Any) -> Iterator[tuple[KeyPath, KeyPath
         yield CLIP_NORM, written, value
 
 
-def flatten(content: Mapping[str, Any], source: str) -> tuple[dict[str, Any], Told]:
+def flatten(
+    content: Mapping[str, Any], source: str, *, of_training: bool = True
+) -> tuple[dict[str, Any], Told]:
     """A file as one in the flat shape, and what it calls each of its keys.
 
-    Of the nested shape the defaults are filled in; keys of earlier versions are replaced.
+    Of a training file in the nested shape the defaults are filled in; keys of earlier versions are replaced.
 
     Raises:
         SettingError: a section is no mapping, a key is unknown or set in both shapes, or an old key is wrong.
@@ -121,7 +125,7 @@ def flatten(content: Mapping[str, Any], source: str) -> tuple[dict[str, Any], To
                 raise SettingError(written, item, also, source=source)
             told[path] = (written, source)
             _put(flat, path, copy.deepcopy(item))
-    for path, item in _DEFAULTS.items() if is_nested(content) else ():
+    for path, item in _DEFAULTS.items() if of_training and is_nested(content) else ():
         if path != CLIP_ENABLED or CLIP_ENABLED[0] not in flat:
             _put(flat, path, item, only_if_missing=True)
     read_old_keys(flat, source)
@@ -204,7 +208,8 @@ def unknown_key(
     places = {
         each: name for section, name in reversed(_sections()) for each in fixed_paths(section)
     }
-    meant = _nearest_key(path, siblings, tuple(places), depth)
+    also = (TRAINING, DATA, *algorithms(), *TOP_LEVEL) if len(path) == 1 or depth == 0 else ()
+    meant = _nearest_key(path, (*siblings, *also), tuple(places), depth)
     if meant is None:
         return UnknownKey(written, known=siblings, source=source)
     own = dict(_sections())[here] if here else None
@@ -219,13 +224,22 @@ def _nearest_key(
     path: KeyPath, siblings: tuple[str, ...], known: tuple[KeyPath, ...], depth: int
 ) -> KeyPath | None:
     """Which key `path` most likely means, whose part at `depth` nothing knows; `siblings` may stand there."""
+    close = _nearest_sibling(path[depth], siblings) if path[depth] == path[-1] else None
+    if close and len(path) > 1:
+        return (*path[:-1], close)
     of_that_name = [other for other in known if other[-1] == path[-1]]
     if of_that_name:
         return min(of_that_name, key=len)
-    close = nearest(path[depth], siblings)
-    if close and path[depth] == path[-1]:
-        return (*path[:-1], close)
-    dotted = {".".join(other): other for other in known}
+    if close:
+        return (close,)
+    dotted = {".".join(other): other for other in known if other != path[: len(other)]}
     by_name = {other[-1]: other for other in reversed(known)}
-    near, near_name = nearest(".".join(path), dotted), nearest(path[-1], by_name)
+    near = nearest(".".join(path), dotted, CLOSE)
+    near_name = nearest(path[-1], by_name, CLOSE)
     return dotted[near] if near else by_name[near_name] if near_name else None
+
+
+def _nearest_sibling(name: str, siblings: tuple[str, ...]) -> str | None:
+    """What could stand in the place of an unknown name and is spelt like it, or begins with it."""
+    longer = (each for each in siblings if len(name) > 2 and each.startswith(f"{name}_"))
+    return nearest(name, siblings) or next(longer, None)

@@ -81,7 +81,7 @@ def test_odd_but_valid_yaml_is_read_in_silence(file: Path) -> None:
     ("content", "says"),
     [
         ("port: 1\nseed: 2\nport: 3\n", ', line 3: duplicate key "port"; keep one of them'),
-        ("model:\n\ttype: x\n", ", line 2: is indented with a tab; YAML allows spaces only"),
+        ("model:\n\ttype: x\n", ", line 2: has a tab in a place where YAML allows spaces only"),
         ("- 1\n- 2\n", ": holds a list, must hold a mapping of keys to values"),
         ("just text\n", ": holds a single value, must hold a mapping of keys to values"),
         ("# nothing\n", ": is empty, must hold a mapping of keys to values"),

@@ -296,11 +296,16 @@ def test_names_of_nodes_in_the_environment_match_whatever_their_case() -> None:
 ABOVE_0 = "a whole number above 0"
 WAIT = "a number above 0 and of 1000000 or less"
 NAME = "a name of at most 64 letters, digits, '.', '_' and '-'"
+ADDRESS = "an address or a name, without a port, such as 10.10.0.1"
 NODE = "a node of host_ip (known: mini1, macbook, pi5, win)"
 BLAMED = {
     "workers=[pi5, 2, win]": "workers[1]",
     "nodes.pi4.threads=1": "nodes",
     "host_ip.a/b=1.1.1.1": "host_ip",
+    "bind=[pi@10.0.0.1]": "bind[0]",
+    "kubernetes.secrets={A: b}": "kubernetes.secrets.A",
+    "slurm.options={time: [1]}": "slurm.options.time",
+    "optimizer_args={betas: {a: 1}}": "optimizer_args.betas",
 }
 """The key that is blamed, where it is not the one that is set."""
 
@@ -333,6 +338,11 @@ def test_what_is_no_assignment_is_refused(override: str, says: str) -> None:
         ("port.x=1", "port.x", "port"),
         ("workers.0=pi5", "workers.0", "workers"),
         ("po\nrt=6", "po\nrt", "port"),
+        ("use_quantisation=true", "use_quantisation", "use_quantization"),
+        ("EDP={}", "EDP", "edp"),
+        ("lr_schedule.warmup=5", "lr_schedule.warmup", "lr_schedule.warmup_iters"),
+        ("gradient_clipping.max=1", "gradient_clipping.max", "gradient_clipping.max_norm"),
+        ("checkpoint=9", "checkpoint", "checkpoint_steps"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest(
@@ -376,7 +386,23 @@ def test_an_unknown_key_is_refused_with_the_nearest(
         ("server=mini2", "mini2", NODE),
         ("nodes.pi4.threads=1", "pi4", NODE),
         ("host_ip.a/b=1.1.1.1", "a/b", NAME),
-        ("host_ip.pi5=", None, "text that is not empty"),
+        ("host_ip.pi5=", None, ADDRESS),
+        ("host_ip.pi5=10.0.0.1:65432", "10.0.0.1:65432", ADDRESS),
+        ("host_ip.pi5=http://pi5", "http://pi5", ADDRESS),
+        ("host_ip.pi5=10.0.0.1/24", "10.0.0.1/24", ADDRESS),
+        ("bind=[pi@10.0.0.1]", "pi@10.0.0.1", ADDRESS),
+        ("nodes.pi5.ssh=-oProxyCommand=x", "-oProxyCommand=x", "what ssh connects to, such as"),
+        ("nodes.pi5.env={A-B: x}", "A-B", "a variable's name of letters, digits and '_'"),
+        ("nodes.pi5.torch=CUDA", "CUDA", "auto, pypi, or what uv's --torch-backend takes"),
+        ("loki_url=localhost:3100", "localhost:3100", "an address such as http://192.168"),
+        ("algorithm=EDP", "EDP", "an algorithm's name in small letters, such as edp, or null"),
+        ("dataset.repository=a b", "a b", "a name on the Hugging Face hub, such as"),
+        ("slurm.options={Gres: 1}", "Gres", "a long option of sbatch without its dashes"),
+        ("kubernetes.namespace=Mine", "Mine", "a name of at most 63 small letters"),
+        ("kubernetes.secrets={A: b}", "b", "a Secret's name and one of its keys, such as"),
+        ("slurm.options={time: [1]}", [1], "text without blanks and quotes, a whole number"),
+        ("sharding=[1]", [1], "a sharding file, what it holds, or null"),
+        ("optimizer_args={betas: {a: 1}}", {"a": 1}, "a number, text, true, false or null, or a"),
         ("timeout=0", 0, f"{WAIT}, or null"),
         ("timeout=1e300", 1e300, f"{WAIT}, or null"),
         ("start_timeout_s=1e300", 1e300, WAIT),
@@ -445,6 +471,11 @@ HERE = "is not a setting here; did you mean"
     ("cluster", "says"),
     [
         ({"prot": 1}, "prot is not a setting; did you mean port?"),
+        (
+            {"training": {"epochs": 1}, "port": 0},
+            f"port is 0, must be a whole number from 1 to 65535; training.epochs {HERE} "
+            "training.epochs in the training file?",
+        ),
         ({"learning_rate": 1}, f"learning_rate {HERE} learning_rate in the training file?"),
         ({"model": {}}, f"model {HERE} model in the training file?"),
         ({"hidden": 1}, f"hidden {HERE} model.hidden in the training file?"),
@@ -453,7 +484,7 @@ HERE = "is not a setting here; did you mean"
         ({"num_workers": 2}, "num_workers is 2, but workers lists 3 (pi5, win, macbook)"),
         ({"workers": "pi5"}, "workers is 'pi5', must be a list such as [a, b]"),
         ({"host_ip": ["10.0.0.1"]}, "host_ip is ['10.0.0.1'], must be a mapping of names to valu"),
-        ({"host_ip": HOSTS | {"pi5": 10.5}}, "host_ip.pi5 is 10.5, must be text that is not empty"),
+        ({"host_ip": HOSTS | {"pi5": 10.5}}, f"host_ip.pi5 is 10.5, must be {ADDRESS}"),
         ({"nodes": {"pi5": {"devise": ""}}}, "nodes.pi5.devise is not a setting; did you mean n"),
         ({"nodes": {"pi5": {"threads": "x"}}}, f"nodes.pi5.threads is 'x', must be {ABOVE_0}"),
         (
@@ -486,7 +517,7 @@ def test_several_problems_are_told_on_one_line_and_not_without_end() -> None:
 
 
 def test_a_list_is_not_blamed_for_its_items() -> None:
-    allowed = "must be text that is not empty"
+    allowed = f"must be {ADDRESS}"
     text = refusal("bind=[1, 2]")
     assert text == f"--override: bind[0] is 1, {allowed}; bind[1] is 2, {allowed}"
 

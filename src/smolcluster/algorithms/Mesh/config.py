@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
@@ -18,6 +18,7 @@ from smolcluster.configs.schema import (
     ScheduleKeys,
     Settings,
     TrainConfig,
+    one_sentence,
 )
 from smolcluster.errors import ConfigError
 from smolcluster.training.schedules.instructions import Schedule
@@ -35,7 +36,10 @@ class MeshConfig(AlgorithmConfig, ScheduleKeys):
     compile: bool = Field(
         False, description="Mesh: whether each rank has its layers compiled by torch.compile."
     )
-    sharding: str | dict[str, Any] | None = Field(
+    sharding: Annotated[
+        str | dict[str, Any] | None,
+        one_sentence("a sharding file, what it holds, or null"),
+    ] = Field(
         None,
         description="Mesh: a sharding file, or what it holds: layers of stages, and which linear layers are "
         "cut by columns or rows; null: layers are divided equally, GPT and SimpleNN cut as they need it.",
