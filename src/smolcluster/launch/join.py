@@ -136,17 +136,23 @@ def _check_is_one_process(name: str, cluster: ClusterConfig) -> None:
 
 
 def address_of(where: str) -> Address | None:
-    """The server's address that a word is; None: it is a run's name or folder."""
+    """The server's address that a word is; None: it is a run's name or folder.
+
+    Raises:
+        ConfigError: what follows the colon is no port.
+    """
     if "/" in where or not (where == "localhost" or re.search(r"[.:]", where)):
         return None
     found = re.fullmatch(
         r"\[(?P<v6>[^]]+)\](:(?P<port6>\d+))?|(?P<host>[^:]+)(:(?P<port>\d+))?", where
     )
     default: int = ClusterConfig.model_fields["port"].default
-    if found is None:
+    if found is None and where.count(":") > 1:
         return Address(where, default)  # an IPv6 address
-    host, port = found["v6"] or found["host"], found["port6"] or found["port"]
-    return Address(host, int(port or default))
+    port = int((found["port6"] or found["port"] or default) if found else 0)
+    if found is None or not 0 < port < 65536:
+        raise ConfigError(f"{where!r} is no address, must be HOST:PORT such as 10.10.0.1:65432")
+    return Address(found["v6"] or found["host"], port)
 
 
 def _of_this_machine(wanted: JoinOptions) -> list[str]:

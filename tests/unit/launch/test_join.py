@@ -51,6 +51,12 @@ def test_an_address_is_known_by_its_dots_and_colons(word: str, host: str, port: 
     assert address_of(word) == Address(host, port)
 
 
+@pytest.mark.parametrize("word", ["10.0.0.1:99999", "10.0.0.1:0", "mini1:abc", "mini1:"])
+def test_what_is_no_port_is_refused(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"is no address, must be HOST:PORT such as"):
+        address_of(word)
+
+
 @pytest.mark.parametrize("word", ["latest", "edp-20261120-1350-3f9c", "./runs/edp-1", "/runs/a.b"])
 def test_all_else_is_a_run(word: str) -> None:
     assert address_of(word) is None
