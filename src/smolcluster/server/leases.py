@@ -14,11 +14,10 @@ twice as long as is usual here, and the first commit wins. Pure bookkeeping: the
 seconds of a monotonic clock.
 """
 
-import itertools
 import math
 import statistics
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -98,6 +97,8 @@ class Dispatcher:
         self._cursor = Range(0, 0, 0)
         self._waiting: deque[Range] = deque()
         self._open: dict[Range, dict[int, Lease]] = {}
+        self._num_unapplied: Counter[int] = Counter()
+        """By epoch, oldest first: ranges that have been cut and have not been applied."""
         self._claimed_s: dict[int, float] = {}
         self._measured_s: dict[int, float] = {}
         self._newest_s: deque[float] = deque(maxlen=NUM_MEASURED)
@@ -112,12 +113,7 @@ class Dispatcher:
     @property
     def epoch(self) -> int:
         """The oldest epoch with a sample that is not applied yet."""
-        return min((each.epoch for each in self._unapplied), default=self._cursor.epoch)
-
-    @property
-    def _unapplied(self) -> Iterator[Range]:
-        """What has been cut and has not been applied: all other samples up to the cursor have been."""
-        return itertools.chain(self._waiting, self._open)
+        return next(iter(self._num_unapplied), self._cursor.epoch)
 
     def expect(self, holder: int, lease_s: float) -> None:
         """Note how long `holder` says that it will need for a lease, in seconds."""
@@ -183,7 +179,10 @@ class Dispatcher:
         self._newest_s.append(took_s)
         self._median_s = statistics.median(self._newest_s)
         self.samples_applied += range_.num_samples
-        self._forget_finished_epochs()
+        self._num_unapplied[range_.epoch] -= 1
+        if not self._num_unapplied[range_.epoch]:
+            del self._num_unapplied[range_.epoch]
+            self._forget_finished_epochs()
 
     def release(self, key: LeaseKey, holder: int) -> list[Lease]:
         """Take one lease back, so that somebody else gets its samples."""
@@ -220,7 +219,7 @@ class Dispatcher:
     @property
     def state(self) -> DispatcherState:
         """What has not been applied yet, for a checkpoint; leases that are open now will be void then."""
-        ahead = sorted(map(_triple, self._unapplied))
+        ahead = sorted(map(_triple, (*self._waiting, *self._open)))
         return DispatcherState(cursor=_triple(self._cursor), waiting=ahead)
 
     def resume(self, state: DispatcherState, samples_applied: int) -> None:
@@ -245,6 +244,7 @@ class Dispatcher:
                 "own dataset, and with as many epochs or steps or more"
             )
         self._cursor, self._waiting = cursor, deque(waiting)
+        self._num_unapplied = Counter(each.epoch for each in waiting)
         self.samples_applied = samples_applied
 
     def _exists(self, range_: Range) -> bool:
@@ -272,6 +272,7 @@ class Dispatcher:
         range_ = next(batches, None)
         if range_ is not None:
             self._cursor = range_
+            self._num_unapplied[range_.epoch] += 1
         return range_
 
     def _copy_for(self, holder: int, now: float) -> Range | None:
@@ -316,19 +317,14 @@ class Dispatcher:
 
     def _indices(self, range_: Range) -> Tensor:
         if range_.epoch not in self._orders:
+            self._forget_finished_epochs()
             self._orders[range_.epoch] = self._permutation(range_.epoch)
         return self._orders[range_.epoch][range_.start : range_.stop]
 
     def _forget_finished_epochs(self) -> None:
-        """Keep orders of epochs in progress only.
-
-        What is left of the oldest one usually comes first: thousands of others are not looked at.
-        """
-        while len(self._orders) > 1:
-            oldest = min(self._orders)
-            if any(each.epoch == oldest for each in self._unapplied):
-                return
-            del self._orders[oldest]
+        """Keep orders of epochs in progress only."""
+        for finished in [each for each in self._orders if each < self.epoch]:
+            del self._orders[finished]
 
 
 def _triple(range_: Range) -> tuple[int, int, int]:
