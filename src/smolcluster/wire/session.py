@@ -157,7 +157,8 @@ class Session:
                 self._queued.append(iter(frames))
         if is_full:
             self.cut(f"it does not keep up: {self._max_queued} frames are waiting for it")
-        self._wake()
+        else:
+            self._wake()
 
     @property
     def backlog(self) -> int:

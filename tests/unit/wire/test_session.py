@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -272,6 +273,18 @@ def test_a_peer_that_does_not_keep_up_is_cut_and_the_sender_never_waits_for_it(e
         session.send_frame(FULL_BUCKET)
         assert not deadline.expired
     assert "does not keep up: 8 frames" in ends.reason()
+
+
+def test_each_message_wakes_the_writer_once_also_the_one_that_is_too_many(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, woken = ends.session(starts=False, max_queued=1), Mock()
+    monkeypatch.setattr(session, "_wake", woken)
+    session.send(ACK)
+    session.send(ACK)
+    assert session.is_cut
+    assert woken.call_count == 2
+    session.start()
 
 
 def test_a_peer_whose_messages_are_not_taken_up_is_cut_when_they_are_too_many(
