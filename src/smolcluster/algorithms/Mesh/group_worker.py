@@ -81,12 +81,13 @@ class Group:
             leave=self._leave,
         )
         try:
-            with self._loss_named():  # nothing is noted: until then ranks may load a dataset
+            with self._loss_named():  # no order yet: until then ranks may load a dataset
                 groups = joined(
                     self._watch, {}, setup.mesh, device=setup.device, check=self._check_alive
                 )
                 layers = training.replica.layers
                 self.own: GroupRank = part_of(setup, groups, training.workload, log, layers)
+                self._watch.rest()
         except BaseException:
             self.close()
             raise
@@ -99,8 +100,7 @@ class Group:
         """
         if name == "take":
             told["places"] = ends(place for place, _ in given[0])
-        self._watch.note(name)
-        with self._loss_named():
+        with self._loss_named(), self._watch.ordered(name):
             self._say(name, told)
             return self.own.obey(name, told, *given)
 
@@ -163,7 +163,6 @@ class Group:
                 yield
         except PeerLost as error:
             raise self._loss(self._watch.first_failed(error), str(error)) from error
-        self._watch.rest()
         self._is_within = False
 
     def _loss(self, failure: Failure | None, otherwise: str = "") -> RankLost:

@@ -9,7 +9,8 @@ answer any more, since a call of it has no timeout.
 * A rank whose thread has not been heard of for `silence_s` (stopped, killed, its machine gone) is named; when
   a rank has lost a connection, `GONE_S` is enough. If no rank is silent then, that connection is named.
 * If no rank gets on for `hang_timeout_s`, or five times as long as one ever took, those are named that are
-  not waiting for others.
+  not waiting for others. Of an order that ranks have done before, `LEAST_ORDER_S` is enough, or ten times as
+  long as it ever took.
 * A rank looks whether the processes that must be there are: its launcher, or the ranks that it has started.
 
 Whatever it was, each rank has its stacks in its log and ends within `END_S`.
@@ -43,6 +44,7 @@ END_S = {True: 25.0, False: 8.0}
 SETUP_S = 1800.0
 """Before the first step, in which rank 0 may download a dataset."""
 SLOWER = 5.0
+LEAST_ORDER_S, ORDER_SLOWER = 30.0, 10.0
 TAKES_LONGER = "; if a step may take longer, raise hang_timeout_s (--hang-timeout)"
 MOST_STACK = 20_000
 FAILED, LOST = "failed", "lost"
@@ -104,6 +106,9 @@ class Judge:
         """`remedy`: against a hang that is none."""
         self._remedy = remedy
         self._silence_s, self._hang_timeout_s = silence_s, hang_timeout_s
+        self._longest_orders: dict[str, float] = {}
+        self._most_s = hang_timeout_s
+        """How long it may be at least that no rank gets on."""
         self._heard: dict[int, float] = {}
         self._beats: dict[int, Beat] = {}
         self._moved, self._longest = now, 0.0
@@ -126,12 +131,22 @@ class Judge:
             if before is None or before.number != beat.number:
                 self._heard[rank] = now
             if before is None or before.num_done != beat.num_done:
-                if self._beats.keys() == beats.keys():
+                has_begun = before is not None and before.num_done > 0
+                if has_begun and self._beats.keys() == beats.keys():
                     self._longest = max(self._longest, now - self._moved)
                 self._moved = now
         self._beats = dict(beats)
         silent = self._silent(now, is_lost=lost is not None)
         return silent or self._broken(now, lost) or self._hanging(now)
+
+    def ordered(self, order: str) -> None:
+        """The ranks begin to do this. Any thread."""
+        longest_s = self._longest_orders.get(order, math.inf)
+        self._most_s = min(self._hang_timeout_s, max(LEAST_ORDER_S, ORDER_SLOWER * longest_s))
+
+    def done(self, order: str, took_s: float) -> None:
+        """The ranks have done it. Any thread."""
+        self._longest_orders[order] = max(self._longest_orders.get(order, 0.0), took_s)
 
     def _silent(self, now: float, *, is_lost: bool) -> Failure | None:
         allowed = min(GONE_S, self._silence_s) if is_lost else self._silence_s
@@ -159,7 +174,7 @@ class Judge:
     def _hanging(self, now: float) -> Failure | None:
         has_begun = any(beat.num_done for beat in self._beats.values())
         slow = SLOWER * self._longest if has_begun else SETUP_S
-        if not self._beats or now - self._moved <= max(self._hang_timeout_s, slow):
+        if not self._beats or now - self._moved <= max(self._most_s, slow):
             return None
         busy = [rank for rank, beat in self._beats.items() if not beat.waits]
         rank = min(busy or self._beats, key=lambda each: (self._beats[each].num_done, each))
@@ -213,17 +228,17 @@ class Watch:
             now=time.monotonic(),
             remedy=hang_remedy,
         )
-        self._num_done, self._doing, self._waits = 0, "the beginning", False
-        self._rests = False
+        self._num_done, self._doing, self._is_waiting = 0, "the beginning", False
+        self._is_resting = False
         self._count: Callable[[], Mapping[str, Any]] = dict
         self._newest: dict[int, Beat] = {}
         self._numbers: dict[int, int] = {}
-        self._answered = time.monotonic()
-        self._own: Failure | None = None
-        self._lost: Failure | None = None
-        self._over = threading.Event()
+        self._store_answered_at = time.monotonic()
+        self._own_failure: Failure | None = None
+        self._lost_peer: Failure | None = None
+        self._closing = threading.Event()
         self.failure: Failure | None = None
-        self._known = threading.Event()
+        self._failure_known = threading.Event()
         self._threads = [
             threading.Thread(target=each, name=each.__name__.strip("_"), daemon=True)
             for each in (self._beat, self._guard)
@@ -233,13 +248,23 @@ class Watch:
 
     def note(self, doing: str, *, waits: bool = False) -> None:
         """The rank has got on, and now does this; `waits`: it is for other ranks."""
-        self._doing, self._waits, self._rests = doing, waits, False
+        self._doing, self._is_waiting, self._is_resting = doing, waits, False
         self._num_done += 1
 
     def rest(self) -> None:
         """The ranks have nothing to do until the next `note`, however long that is."""
         self.note("waiting for what is to be done", waits=True)
-        self._rests = True
+        self._is_resting = True
+
+    @contextmanager
+    def ordered(self, order: str) -> Iterator[None]:
+        """The ranks do this together, and `rest` when it has come to a good end."""
+        began = time.monotonic()
+        self._judge.ordered(order)
+        self.note(order)
+        yield
+        self._judge.done(order, time.monotonic() - began)
+        self.rest()
 
     def tell(self, count: Callable[[], Mapping[str, Any]]) -> None:
         """Tell rank 0 what `count` returns, values of JSON; a thread calls it each second."""
@@ -252,7 +277,7 @@ class Watch:
 
     def close(self) -> None:
         """The rank ends as it should."""
-        self._over.set()
+        self._closing.set()
         for thread in self._threads:
             thread.join(2 * BEAT_S)
 
@@ -272,8 +297,8 @@ class Watch:
                 raise
             raise PeerLost(str(failure)) from error
         except Exception as error:
-            self._own = failure_of(error, self.rank, self.node)
-            self._known.wait(3 * BEAT_S)  # until it is written
+            self._own_failure = failure_of(error, self.rank, self.node)
+            self._failure_known.wait(3 * BEAT_S)  # until it is written
             self._let_others_read()
             raise
         finally:
@@ -281,8 +306,8 @@ class Watch:
 
     def first_failed(self, error: PeerLost) -> Failure | None:
         """Who has failed first where this rank has lost another one; None: nobody knows."""
-        self._lost = Failure(self.rank, self.node, str(error))
-        self._known.wait(2 * GONE_S)
+        self._lost_peer = Failure(self.rank, self.node, str(error))
+        self._failure_known.wait(2 * GONE_S)
         return self.failure
 
     def _let_others_read(self) -> None:
@@ -299,20 +324,21 @@ class Watch:
         number = 0
         while True:
             number += 1
-            self._num_done += self._rests
-            doing = self._num_done, self._doing, self._waits
+            self._num_done += self._is_resting
+            doing = self._num_done, self._doing, self._is_waiting
             beat = Beat(number, *doing, self.node, self._count())
             self.store.set(_beat_key(self.rank), json.dumps(asdict(beat)))
-            if self._lost is not None:
-                self.store.compare_set(LOST, "", json.dumps(asdict(self._lost)))
-            if (failure := self._own or self._judged()) is not None:
+            if self._lost_peer is not None:
+                self.store.compare_set(LOST, "", json.dumps(asdict(self._lost_peer)))
+            if (failure := self._own_failure or self._judged()) is not None:
                 self.store.compare_set(FAILED, "", json.dumps(asdict(failure)))
             if self.store.check([FAILED]):
                 self._fail(told_failure(self.store.get(FAILED)))
                 return
-            self._answered = time.monotonic()
-            is_over = self._over.wait(BEAT_S if self._own is self._lost is None else 0.2)
-            if is_over and self._own is None:  # an error is told while this process lives
+            self._store_answered_at = time.monotonic()
+            has_news = self._own_failure or self._lost_peer
+            is_over = self._closing.wait(0.2 if has_news else BEAT_S)
+            if is_over and self._own_failure is None:  # an error is told while this process lives
                 return
 
     def _judged(self) -> Failure | None:
@@ -333,19 +359,19 @@ class Watch:
     def _guard(self) -> None:
         """See by our own clock that the store answers, and that the processes live that must be there."""
         looked = time.monotonic()
-        while not self._over.wait(BEAT_S):
+        while not self._closing.wait(BEAT_S):
             now = time.monotonic()
             if now - looked > self._silence_s / 2:  # this process was stopped, and goes on
-                self._answered = now
+                self._store_answered_at = now
             looked = now
             if (ended := self._look()) is not None:
-                self._own = ended
+                self._own_failure = ended
                 # until it is written, unless a rank has said why it ends
-                self._known.wait(3 * BEAT_S)
+                self._failure_known.wait(3 * BEAT_S)
                 self._fail(ended)
-            elif now - self._answered > self._patience_s:
+            elif now - self._store_answered_at > self._patience_s:
                 self._fail(Failure(0, "", "the store, which is rank 0's, does not answer"))
-            if self._known.is_set():
+            if self._failure_known.is_set():
                 self._end()
                 return
 
@@ -353,23 +379,23 @@ class Watch:
     def _patience_s(self) -> float:
         """How long the store may be silent."""
         has_lost_it = not self._threads[0].is_alive()
-        return GONE_S if self._lost is not None or has_lost_it else self._silence_s
+        return GONE_S if self._lost_peer is not None or has_lost_it else self._silence_s
 
     def _fail(self, failure: Failure) -> None:
         """Let it be known here; with the stack of its error, or what this rank does where there is none."""
-        if self._known.is_set():
+        if self._failure_known.is_set():
             return
         self.failure = failure
         # with its own error this process ends
-        if failure != self._own or not failure.stack:
+        if failure != self._own_failure or not failure.stack:
             told = {"stack": failure.stack} if failure.stack else {"stacks": stacks()}
             self._log.debug("%s", failure, extra=told)  # what ends the process says it aloud
         self._on_failure(failure)
-        self._known.set()
+        self._failure_known.set()
 
     def _end(self) -> None:
         """Let the process end by itself if it can."""
-        if not self._over.wait(END_S[self.rank == 0]):
+        if not self._closing.wait(END_S[self.rank == 0]):
             self._log.error("%s; rank %d waits still, and is ended", self.failure, self.rank)
             time.sleep(BEAT_S / 2)  # for the log
             self._leave(TryAgain.exit_code)

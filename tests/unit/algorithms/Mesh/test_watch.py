@@ -87,11 +87,31 @@ def test_steps_that_take_long_are_no_hang() -> None:
         assert judging.judge(beats, second, None) is None
 
 
+@pytest.mark.parametrize(("took_s", "after_s"), [(2.0, 30), (10.0, 100), (100.0, 300)])
+def test_an_order_that_was_done_before_hangs_by_what_it_took(took_s: float, after_s: int) -> None:
+    judging, of_another = judge(), judge()
+    for each in (judging, of_another):
+        each.done("compute", took_s)
+        each.done("compute", 1.0)
+    judging.ordered("compute")
+    of_another.ordered("read")
+    for each, allowed_s in ((judging, after_s), (of_another, 300)):
+        named = [each.judge({0: beat(s, 1)}, s, None) is not None for s in range(400)]
+        assert named.index(True) == allowed_s + 1
+
+
 def test_before_the_first_step_a_dataset_may_be_downloaded() -> None:
     judging = judge()
     seconds = range(0, int(SETUP_S) + 20, 10)
     named = [judging.judge({0: beat(s, 0)}, s, None) is not None for s in seconds]
     assert named.index(True) * 10 > SETUP_S
+
+
+def test_what_it_takes_to_begin_is_no_measure_of_a_step() -> None:
+    judging = judge()
+    seconds = range(0, 600, 10)
+    named = [judging.judge({0: beat(s, int(s >= 200))}, s, None) is not None for s in seconds]
+    assert named.index(True) * 10 == 200 + 300 + 10
 
 
 def test_who_was_stopped_himself_judges_nobody() -> None:
@@ -295,6 +315,18 @@ def test_ranks_that_rest_do_not_hang() -> None:
         before = store.values["beat/0"]
         eventually(lambda: store.values["beat/0"] != before)
         assert num_done() == json.loads(before)["num_done"]
+
+
+def test_ranks_that_hang_at_what_they_have_done_before_are_named_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watching, "LEAST_ORDER_S", 0.1)
+    with watches(Memory(), 0, hang_timeout_s=10 * DEADLINE_S) as (made, told, _):
+        with made[0].ordered("compute"):
+            pass
+        with made[0].ordered("compute"):
+            eventually(lambda: told)
+    assert "no rank has got on" in told[0].reason and "compute" in told[0].reason
 
 
 def test_a_good_end_is_told_nobody() -> None:
