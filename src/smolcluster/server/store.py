@@ -90,7 +90,7 @@ class HeldSlice(ABC):
 
     What is exchanged at once is a fragment, of which a slice holds some buckets or none; the only one are all
     weights, unless a subclass says otherwise. A subclass is a rule: it says what is held, and what a step
-    makes of it. One that adds up what comes keeps no parts, and has a `take_mean` and a `drop` of its own.
+    makes of it. One that adds up what comes keeps no parts, and has a `prepare_mean` and a `drop` of its own.
     """
 
     def __init__(self, buckets: Sequence[slice], span: range, incarnation: str) -> None:
@@ -158,8 +158,8 @@ class HeldSlice(ABC):
             self._parts[key] = came.part
         return self.norms(came.fragment, came.bucket, came.values)
 
-    def take_mean(self, wanted: TakeMean) -> Sequence[Sequence[float]]:
-        """Have the mean of parts of a fragment ready for the next step; returns its `norms`."""
+    def prepare_mean(self, wanted: TakeMean) -> Sequence[Sequence[float]]:
+        """The next step takes the mean of these parts of a fragment; returns its `norms`, [] of none."""
         fragment, keys, counted = self._named(wanted.parts)
         mean = mean_of(counted)
         self._means[fragment] = mean, keys

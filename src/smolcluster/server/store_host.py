@@ -384,7 +384,7 @@ class SliceHost(ABC):
             case TakeStep():
                 self._slice.take_step(message)
             case TakeMean():
-                if norms := self._slice.take_mean(message):
+                if norms := self._slice.prepare_mean(message):
                     fragment = self._slice.fragment_of(message.parts[0].key)
                     first = self._slice.held(fragment).start
                     coordinator.send(*arrived(None, fragment, first, norms))

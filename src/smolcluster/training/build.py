@@ -233,7 +233,7 @@ class TrainingContext:
         loss = self._compute(len(indices), epoch, cut)
         at_once = self.microbatch.size
         if at_once is not None and at_once < len(indices):
-            self.check_cutting(indices[:at_once], epoch, start)
+            self.check_cutting_samples(indices[:at_once], epoch, start)
         return loss
 
     def parts(self, indices: Tensor, epoch: int, start: int, at_once: int) -> list[Microbatch]:
@@ -267,7 +267,7 @@ class TrainingContext:
         loss = self._compute(num_samples, epoch, cut)
         at_once = self.microbatch.size
         if at_once is not None and at_once < num_samples:
-            self.check_cutting_of(batch, num_samples)
+            self.check_cutting_batch(batch, num_samples)
         return loss
 
     def received_parts(
@@ -337,7 +337,7 @@ class TrainingContext:
             self.unused.batch_done()
         return loss
 
-    def check_cutting(self, part: Tensor, epoch: int, start: int) -> None:
+    def check_cutting_samples(self, part: Tensor, epoch: int, start: int) -> None:
         """Say once if the loss of a few samples is another one when they are computed in two parts.
 
         They are those that a `part` (n,) of a batch begins with, which has been computed at once before.
@@ -358,7 +358,7 @@ class TrainingContext:
 
         check.look(self.replica, self.workload.loss, len(few), gather)
 
-    def check_cutting_of(self, batch: Batch, num_samples: int) -> None:
+    def check_cutting_batch(self, batch: Batch, num_samples: int) -> None:
         """The same of so many samples that somebody else has sent, where these can be cut."""
         check, samples = self.cut_check, self.workload.train
         if check is None or not isinstance(samples, Elsewhere) or not check.is_due():

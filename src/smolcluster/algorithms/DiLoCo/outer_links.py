@@ -492,7 +492,7 @@ class OuterLinks(StoreLinks[DeltaArrived]):
         if not self._means:
             if not self.is_ready:
                 return False
-            self._take_means(changes)
+            self._prepare_means(changes)
         if not all(map(self._has_all_norms, self._means.values())):
             return False
         norms = (norm for each in self._means.values() for norm in each.row(0))
@@ -514,7 +514,7 @@ class OuterLinks(StoreLinks[DeltaArrived]):
         added = mean_buffers([(each.num_samples, each.buffers) for each in changes])
         self._replica.buffers.add(added)
 
-    def _take_means(self, changes: Sequence[Sequence[Change]]) -> None:
+    def _prepare_means(self, changes: Sequence[Sequence[Change]]) -> None:
         """Have all hosts take the mean of each fragment's gradients."""
         for number, of_fragment in enumerate(changes):
             if not of_fragment:
@@ -523,7 +523,7 @@ class OuterLinks(StoreLinks[DeltaArrived]):
             mean = self._means[number] = Pending(number)
             self._tell(wanted, number)
             with self._replica.meter("apply"):
-                mean.take(self.own.held(number).start, self.own.take_mean(wanted))
+                mean.take(self.own.held(number).start, self.own.prepare_mean(wanted))
 
     def apply(self, change: Change) -> None:
         """Change all weights by one worker's change, of weight `share`, as soon as it has come."""

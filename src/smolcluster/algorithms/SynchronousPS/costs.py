@@ -43,7 +43,7 @@ def predict(site: Site, job: Job, settings: Settings) -> Forecast:
     """What a run will be like in its steady state."""
     sent, received = step_nbytes(job, settings)
     site = as_spread(site, settings, Traffic(sent, received, to_server=received))
-    sizes, uploads = shared_out(site, sent, settings)
+    sizes, uploads = sizes_and_uploads(site, sent, settings)
     members = [place for place, size in enumerate(sizes) if size]
     computed = [
         _computing(site, settings, place).seconds(sizes[place]) for place in range(len(sizes))
@@ -68,7 +68,7 @@ def predict(site: Site, job: Job, settings: Settings) -> Forecast:
     )
 
 
-def shared_out(site: Site, sent: int, settings: Settings) -> tuple[list[int], list[float]]:
+def sizes_and_uploads(site: Site, sent: int, settings: Settings) -> tuple[list[int], list[float]]:
     """Each worker's samples of a step, and the seconds that its push takes.
 
     Who pushes nothing leaves its share of the server's link to the others, whose parts become cheaper; so

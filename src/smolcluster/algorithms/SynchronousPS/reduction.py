@@ -166,7 +166,7 @@ class Reduction(HeldSlice):
                 lambda: self.newest is not None and self.newest.version >= version, timeout_s
             )
 
-    def take_mean(self, wanted: TakeMean) -> Sequence[Sequence[float]]:
+    def prepare_mean(self, wanted: TakeMean) -> Sequence[Sequence[float]]:
         """Open a step of which somebody else has the books; its norms nobody has to be told."""
         self.abandon()  # if one is open, it is void
         start, sizes = wanted.parts[0].key.of, [int(part.weight) for part in wanted.parts]

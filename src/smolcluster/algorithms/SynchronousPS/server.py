@@ -421,7 +421,7 @@ class Server:
     def handle_stores(self, event: Event) -> None:
         match event:
             case MessageReceived(message=Reduced() as reduced):
-                self.links.take_mean(reduced)
+                self.links.note_mean(reduced)
             case MessageReceived(session_id=store_id, message=Arrived() as told):
                 self.on_counted(store_id, told)
             case _ if self.links.handle(event):

@@ -200,7 +200,7 @@ class ReducingLinks(StoreLinks[PartArrived]):
         self._reduced.clear()
         self._tell(self._wanted)
 
-    def take_mean(self, reduced: Reduced) -> None:
+    def note_mean(self, reduced: Reduced) -> None:
         """A store has added up a bucket, and sent it to everybody.
 
         Raises:

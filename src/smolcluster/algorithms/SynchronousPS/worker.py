@@ -166,9 +166,9 @@ class Worker:
     def check_cutting(self, task: Assigned) -> None:
         """Say once if the loss of this part is another one when it is computed in two."""
         if task.assignment.batch_nbytes is None:
-            self.training.check_cutting(task.indices, task.lease.epoch, task.lease.start)
+            self.training.check_cutting_samples(task.indices, task.lease.epoch, task.lease.start)
         else:
-            self.training.check_cutting_of(task.batch, task.num_samples)
+            self.training.check_cutting_batch(task.batch, task.num_samples)
 
     def is_first_part(self, task: Assigned) -> bool:
         """Whether the task begins a step's batch: of a step's workers one has it."""

@@ -3,7 +3,7 @@
 import pytest
 
 from smolcluster.algorithms.planning.costs import Interface, Job, Site, Worker
-from smolcluster.algorithms.SynchronousPS.costs import predict, shared_out, step_nbytes
+from smolcluster.algorithms.SynchronousPS.costs import predict, sizes_and_uploads, step_nbytes
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import Settings
 
@@ -39,7 +39,7 @@ def test_the_five_hosts_that_were_measured() -> None:
 def test_without_links_parts_are_as_large_as_machines_are_fast() -> None:
     site = Site((Worker("a", 0.4), Worker("b", 0.1)), {})
     settings = settings_of("batch_size=50", num_workers=2)
-    sizes, uploads = shared_out(site, 1000, settings)
+    sizes, uploads = sizes_and_uploads(site, 1000, settings)
     assert sizes == [20, 80]
     assert uploads == [0, 0]
     assert predict(site, JOB, settings).samples_per_s == pytest.approx(
@@ -49,7 +49,7 @@ def test_without_links_parts_are_as_large_as_machines_are_fast() -> None:
 
 def test_a_worker_whose_way_is_longer_than_the_step_has_no_part() -> None:
     site = site_of(worker("near", 0.1, 1e9), worker("far", 0.1, 1e4), limit=1e9)
-    sizes, _ = shared_out(site, 10**6, settings_of("batch_size=4", num_workers=2))
+    sizes, _ = sizes_and_uploads(site, 10**6, settings_of("batch_size=4", num_workers=2))
     assert sizes == [8, 0]
 
 

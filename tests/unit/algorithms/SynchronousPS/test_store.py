@@ -127,8 +127,8 @@ def test_a_store_that_owes_means_and_says_nothing_is_cut() -> None:
     step = opened_step(6, [8], len(links.own_span))
     links.open_step(step)
     for bucket in range(3, 6):
-        links.take_mean(reduced(links, bucket))
-    links.take_mean(reduced(links, 6, attempt=0))
+        links.note_mean(reduced(links, bucket))
+    links.note_mean(reduced(links, 6, attempt=0))
     assert links.others == {"win": 3, "pi5": 4}
     now = time.monotonic()
     links.cut_silent(now, now + 59.0)
@@ -138,7 +138,7 @@ def test_a_store_that_owes_means_and_says_nothing_is_cut() -> None:
     assert not win.is_cut
     assert not links.has_all_means
     for bucket in range(6, 10):
-        links.take_mean(reduced(links, bucket))
+        links.note_mean(reduced(links, bucket))
     assert not links.has_all_means, "the server's own are missing"
     [assignment] = step.assignments
     for bucket in links.own_span:
