@@ -46,6 +46,7 @@ from smolcluster.wire.inbox import Event, Inbox, MessageReceived
 from smolcluster.wire.messages import (
     SESSION,
     STORE,
+    Accepted,
     Heartbeat,
     Hello,
     LeaseKey,
@@ -190,17 +191,20 @@ def store_setup(held: type[SliceHost], addresses: tuple[str, ...] | None = None)
     )
 
 
-def knock(port: int, greeting: Hello, secret: Secret = SECRET) -> Hand:
-    """Connect and prove oneself; returns when the server has welcomed or refused this worker."""
+def knock(
+    port: int,
+    greeting: Hello,
+    secret: Secret = SECRET,
+    answer: type[Accepted] = Welcome,
+) -> Hand:
+    """Connect and prove oneself; returns when the server has let this process in, or refused it."""
     connection = connect("127.0.0.1", port, DEADLINE_S)
     try:
-        welcome = client_handshake(
-            connection, greeting, secret, Deadline(DEADLINE_S), answer=Welcome
-        )
+        told = client_handshake(connection, greeting, secret, Deadline(DEADLINE_S), answer=answer)
     except BaseException:
         connection.close()
         raise
-    return Hand(connection, welcome)
+    return Hand(connection, told if isinstance(told, Welcome) else None)
 
 
 class HandledDoor:

@@ -227,7 +227,7 @@ class Mechanism:
 
 COORDINATION = (
     *("admit", "check_patience", "gather", "handle", "introduce", "worker_gone"),
-    *("are_silent", "collect", "close", "take"),
+    *("are_silent", "collect", "take"),
 )
 SLICE_PROTOCOL = ("listen", "close", "handle", "_obey", "_on_worker", "_send")
 

@@ -101,9 +101,8 @@ class LeasingServer(ABC):
         Raises:
             NonFiniteLoss: the weights are ruined; the message names what may have done it.
         """
-        told = self.stores.told(lambda: self.report.counts.ending)
         is_whole = self._whole_at_the_end()
-        with closing(self.feed), self.pool, told, self.evaluator, self.saver, is_whole:
+        with closing(self.feed), self.pool, self.evaluator, self.saver, is_whole:
             return self.serve()
 
     @abstractmethod

@@ -18,8 +18,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -30,7 +29,6 @@ from torch import Tensor
 from smolcluster.configs.schema import RunConfig
 from smolcluster.errors import ClusterEmpty, NonFiniteLoss, ProtocolError
 from smolcluster.server.buffers import buffer_frames
-from smolcluster.server.report import why_ended
 from smolcluster.server.slices import (
     by_name,
     place_of,
@@ -52,7 +50,6 @@ from smolcluster.wire.messages import (
     Accepted,
     Arrived,
     Drop,
-    End,
     Gather,
     Goodbye,
     Hello,
@@ -79,7 +76,6 @@ COPY_EVERY_S, COPY_RATIO = 60.0, 50.0
 """Slices are gathered every so many seconds, and not before so many times as long as it took last."""
 GATHER_SLOWER = 20.0
 """Times as slow as the way to a store may the way back be."""
-CLOSING_TIMEOUT_S = 3.0
 
 
 Own = TypeVar("Own", bound=PartArrived)
@@ -666,29 +662,3 @@ class StoreLinks(ABC, Generic[Own]):
                 return False
         store.heard_at = time.monotonic()
         return True
-
-    # the end
-
-    @contextmanager
-    def told(self, ending: Callable[[], str]) -> Iterator[None]:
-        """Let stores hear how the run has ended; not of a signal: it may go on."""
-        end: End | None = None
-        try:
-            yield
-            end = End(ok=True, sentence=ending())
-        except Exception as error:
-            end = End(ok=False, sentence=why_ended(error))
-            raise
-        finally:
-            self.close(end)
-
-    def close(self, end: End | None) -> None:
-        """Tell the stores that the run is over; None: nobody is told, for the server may be started again."""
-        sessions = [store.session for store in self._stores if store.session is not None]
-        for session in sessions:
-            if end is not None:
-                session.send_at_once(end)
-                session.finish()
-        deadline = Deadline(CLOSING_TIMEOUT_S if end is not None else 0.0)
-        for session in sessions:
-            session.join_or_cut(deadline.remaining())

@@ -3,7 +3,7 @@
 An algorithm's loop asks `next_events` and hears of three things: a worker `Joined` (it is proved, admitted,
 and its data and model are the server's), a worker `Departed`, and whatever the algorithm's receiver made of
 the messages in between; and of all that concerns stores. Knocks, fingerprints, fencing and the quorum are
-settled here, by the caller's thread.
+settled here, by the caller's thread, and how the run ends is told to workers and stores alike.
 """
 
 import logging
@@ -48,9 +48,10 @@ from smolcluster.wire.messages import (
     Reject,
     Telemetry,
 )
+from smolcluster.wire.session import Session
 
 PRESENT_S = 5.0
-"""How long the end of the run waits at most for workers to close their connections, seconds."""
+"""How long the end of the run waits at most for workers and stores to close their connections, seconds."""
 GOODBYE_S = 0.5
 """How long a server that is stopped waits at most for the same: it may have little time."""
 SHUTDOWN_TIMEOUT_S = 3.0
@@ -116,8 +117,8 @@ class WorkerPool(Generic[L]):
         self.listener = listener
         self._log = log
         self._workers: dict[int, Worker] = {}
-        self._stores: set[int] = set()
-        """Sessions of stores."""
+        self._stores: dict[int, Session] = {}
+        """Sessions of stores, by id."""
         self._missing: set[int] = set()
         self._known: set[str] = set()
         self._refused: set[str] = set()
@@ -135,7 +136,8 @@ class WorkerPool(Generic[L]):
     ) -> None:
         """See everybody out, with the reason, and close the door.
 
-        After a signal the run is not over for workers: the server may be started again, and they look for it.
+        After a signal the run is not over: the server may be started again, and workers and stores look for
+        it.
         """
         sentence = self.listener.ending if error is None else why_ended(error)
         try:
@@ -214,10 +216,10 @@ class WorkerPool(Generic[L]):
     def _is_of_store(self, event: Event) -> bool:
         """Whether it is of a store's session, and so the algorithm's matter."""
         match event:
-            case SessionOpened(session_id=session_id, client=client) if PS not in client.sets:
-                self._stores.add(session_id)
+            case SessionOpened(session=session, client=client) if PS not in client.sets:
+                self._stores[session.session_id] = session
             case SessionClosed(session_id=session_id) if session_id in self._stores:
-                self._stores.remove(session_id)
+                del self._stores[session_id]
             case _:
                 return isinstance(event, MessageReceived) and event.session_id in self._stores
         return True
@@ -240,10 +242,10 @@ class WorkerPool(Generic[L]):
         end = End(ok=ok, sentence=sentence)
         if ok and not self._known:
             self._missing.update(self.listener.known_nodes)
-        for worker in self._workers.values():
-            if worker.session:
-                worker.session.send_at_once(end)
-        leaving = set(self._workers)
+        workers = (each.session for each in self._workers.values() if each.session)
+        for session in (*workers, *self._stores.values()):
+            session.send_at_once(end)
+        leaving = {*self._workers, *self._stores}
         present, absent = Deadline(PRESENT_S), Deadline(SHUTDOWN_TIMEOUT_S)
         while (leaving and not present.expired) or (self._missing and not absent.expired):
             match self._inbox.get(0.1):

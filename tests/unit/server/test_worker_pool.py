@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import pytest
 
@@ -44,16 +44,28 @@ from smolcluster.runs.events import (
 from smolcluster.server import worker_pool as room
 from smolcluster.server.joining import RunOver
 from smolcluster.server.process_stats import ProcessStats
+from smolcluster.server.store_links import StoreLinks
 from smolcluster.server.worker_pool import Departed, Joined
 from smolcluster.training.first_loss import FirstLosses
 from smolcluster.utils.meter import Meter
 from smolcluster.utils.retry import Deadline
 from smolcluster.wire import acceptor
-from smolcluster.wire.acceptor import Acceptor
+from smolcluster.wire.acceptor import Acceptor, LetIn, SessionOpened
 from smolcluster.wire.dialling import Address
-from smolcluster.wire.handshake import refuse
+from smolcluster.wire.handshake import introduce, refuse
 from smolcluster.wire.inbox import Call, MessageReceived, fail
-from smolcluster.wire.messages import End, Goodbye, Message, Pull, Reject, Welcome
+from smolcluster.wire.messages import (
+    SESSION,
+    STORE,
+    Accepted,
+    End,
+    Goodbye,
+    Hello,
+    Message,
+    Pull,
+    Reject,
+    Welcome,
+)
 from waiting import Clock
 
 pytestmark = pytest.mark.usefixtures("short_farewell")
@@ -86,12 +98,20 @@ def clock() -> Clock:
     return Clock()
 
 
+class AnyStores:
+    """Lets every store in."""
+
+    def admit(self, session_id: int, _hello: Hello) -> LetIn:
+        return Accepted(bucket_bytes=4096, heartbeat_timeout_s=DEADLINE_S), Echo(session_id)
+
+
 @contextmanager
 def opened(
     parts: Parts, rooms: ExitStack, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[HandledHub]:
     """A pool until the end of the block; the hands of its workers stay open until that of `rooms`."""
-    with parts.context.open_pool(Echo, clock=clock) as pool:
+    stores = cast("StoreLinks[Any]", AnyStores())
+    with parts.context.open_pool(Echo, stores, clock=clock) as pool:
         house = HandledHub(pool, parts.port, parts.dataset)
         rooms.callback(house.close)
         yield house
@@ -492,10 +512,12 @@ def hear_a_last(kind: type[M], hand: Hand) -> M:
 def test_everybody_hears_of_the_end_and_why(
     parts: Parts, rooms: ExitStack, error: Exception | None, words: str
 ) -> None:
-    threads = rooms.enter_context(ThreadPoolExecutor(2))
+    threads = rooms.enter_context(ThreadPoolExecutor(3))
     with pytest.raises(type(error)) if error else nullcontext(), opened(parts, rooms) as house:
         ready, unready = house.join(hello(1)), house.enter(hello(2))
-        news = [threads.submit(hear_a_last, End, hand) for hand in (ready, unready)]
+        store = knock(parts.port, introduce("win", sets=(SESSION, STORE)), answer=Accepted)
+        house.until(lambda: any(isinstance(event, SessionOpened) for event in house.events))
+        news = [threads.submit(hear_a_last, End, hand) for hand in (ready, unready, store)]
         epochs = parts.context.run.train.num_epochs
         house.pool.listener.counts.samples_applied = epochs * parts.context.training.num_samples
         if error:

@@ -131,8 +131,7 @@ class Server:
         )
 
     def run(self) -> Summary:
-        told = self.links.told(lambda: self.report.counts.ending)
-        with closing(self.feed), self.pool, told, self.evaluator, self.saver:
+        with closing(self.feed), self.pool, self.evaluator, self.saver:
             try:
                 self.serve()
             except BaseException as error:
