@@ -26,7 +26,7 @@ from smolcluster.server.offering import PlannedWorkload
 from smolcluster.server.records import Records
 from smolcluster.server.report import Report
 from smolcluster.server.saver import CheckpointSource, Saver
-from smolcluster.server.store_links import Patience, StoreLinks
+from smolcluster.server.store_links import StoreLinks
 from smolcluster.server.worker_pool import WorkerPool
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.checkpoint import (
@@ -235,7 +235,7 @@ class ServerContext(PoolContext):
             run=self.run,
             codec=self.codec,
             incarnation=self.incarnation,
-            patience=Patience(cluster.start_timeout_s, cluster.empty_cluster_timeout_s),
+            cluster=cluster,
             log=self.log,
             shares=cluster.store_shares,
         )

@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from smolcluster.configs.schema import RunConfig
+from smolcluster.configs.schema import ClusterConfig, RunConfig
 from smolcluster.errors import ClusterEmpty, NonFiniteLoss, ProtocolError
 from smolcluster.server.buffers import buffer_frames
 from smolcluster.server.slices import (
@@ -45,7 +45,7 @@ from smolcluster.utils.units import format_duration
 from smolcluster.wire.acceptor import LetIn, SessionOpened
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.inbox import Event, MessageReceived, SessionClosed
-from smolcluster.wire.membership import Refused
+from smolcluster.wire.membership import BUSY_RETRY_AFTER_S, Refused, longest_wait
 from smolcluster.wire.messages import (
     Accepted,
     Arrived,
@@ -70,7 +70,6 @@ from smolcluster.wire.messages import (
 from smolcluster.wire.session import Receiver, Session
 from smolcluster.wire.streams import Assembler, Piece
 
-BUSY_RETRY_AFTER_S = 2.0
 GATHER_TICK_S = 0.1
 COPY_EVERY_S, COPY_RATIO = 60.0, 50.0
 """Slices are gathered every so many seconds, and not before so many times as long as it took last."""
@@ -185,18 +184,23 @@ class RemoteStore:
     heard_at: float = 0.0
     """When it last said anything."""
 
+    @property
+    def live_session(self) -> Session:
+        """The session of one that has its slice."""
+        assert self.session is not None  # noqa: S101 - without a session it has none
+        return self.session
+
+    @property
+    def receiver(self) -> StoreReceiver:
+        """What takes what it says."""
+        receiver = self.live_session.receiver
+        assert isinstance(receiver, StoreReceiver)  # noqa: S101 - as it was admitted
+        return receiver
+
     def send(self, message: Message) -> None:
         """Say something to it, if it is there."""
         if self.session is not None:
             self.session.send(message)
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long stores are waited for, in seconds: at the start, and when one is lost."""
-
-    start_s: float
-    lost_s: float
 
 
 class StoreLinks(ABC, Generic[Own]):
@@ -216,21 +220,20 @@ class StoreLinks(ABC, Generic[Own]):
         run: RunConfig,
         codec: str,
         incarnation: str,
-        patience: Patience,
+        cluster: ClusterConfig,
         log: logging.Logger,
         shares: Sequence[float] | None = None,
     ) -> None:
         """Cut the replica's buckets among `nodes`, in these `shares`; the first is this process."""
         self._replica = replica
         self._run, self._codec, self._incarnation = run, codec, incarnation
-        self._patience, self._log = patience, log
+        self._cluster, self._log = cluster, log
         self.own_span, *others = spans(len(replica.buckets), shares or [1] * len(nodes))
         self._stores = [
             RemoteStore(node, span) for node, span in zip(nodes[1:], others, strict=False)
         ]
         for node in nodes[1 + len(others) :]:
             log.warning("the model has %d buckets: %s holds none", len(replica.buckets), node)
-        self._receivers: dict[int, StoreReceiver] = {}
         self._copied_version = 0
         self._copied_at = time.monotonic()
         self._copying_took_s = 0.0
@@ -327,13 +330,11 @@ class StoreLinks(ABC, Generic[Own]):
                 f"{hello.node!r} is no store of this run (servers has {names}); mend servers in the server's "
                 "cluster file",
             )
-        receiver = StoreReceiver(partial(self._hear, known[hello.node], session_id))
-        self._receivers[session_id] = receiver
         answer = Accepted(
             bucket_bytes=self._replica.bucket_bytes,
             heartbeat_timeout_s=self._run.heartbeat_timeout_s,
         )
-        return answer, receiver
+        return answer, StoreReceiver(partial(self._hear, known[hello.node], session_id))
 
     @property
     def is_ready(self) -> bool:
@@ -346,9 +347,7 @@ class StoreLinks(ABC, Generic[Own]):
         Raises:
             ClusterEmpty: it has.
         """
-        key, limit_s = "start_timeout_s", self._patience.start_s
-        if self._has_been_ready:
-            key, limit_s = "empty_cluster_timeout_s", self._patience.lost_s
+        limit_s, key = longest_wait(self._cluster, started=self._has_been_ready)
         for store in self._stores:
             if store.listens is not None:
                 continue
@@ -372,7 +371,7 @@ class StoreLinks(ABC, Generic[Own]):
 
         It may have nothing to say. Whoever wants to know gathers: that cuts a store that does not answer.
         """
-        limit_s = self._patience.lost_s
+        limit_s = self._cluster.empty_cluster_timeout_s
         return any(store.listens and now - store.heard_at > limit_s for store in self._stores)
 
     def is_copy_due(self, now: float) -> bool:
@@ -483,7 +482,6 @@ class StoreLinks(ABC, Generic[Own]):
         return self.is_ready
 
     def _closed(self, session_id: int, reason: str) -> None:
-        self._receivers.pop(session_id, None)
         if (store := self._of_session(session_id)) is not None:
             self._lost(store, reason)
 
@@ -496,7 +494,7 @@ class StoreLinks(ABC, Generic[Own]):
             "the store %s is lost: %s; training pauses, for up to %s, until it is back",
             store.node,
             reason,
-            format_duration(self._patience.lost_s),
+            format_duration(self._cluster.empty_cluster_timeout_s),
         )
 
     def _tell(self, message: Message, fragment: int | None = None) -> None:
@@ -626,14 +624,12 @@ class StoreLinks(ABC, Generic[Own]):
         return True
 
     def _ask(self, store: RemoteStore, version: int) -> tuple[Tensor, threading.Event]:
-        replica, session = self._replica, store.session
-        assert session is not None  # noqa: S101 - it is ready
-        place = place_of(replica.buckets, store.span)
+        replica = self._replica
         dtype = replica.params.dtype
-        contents = tuple(self._contents(place))
+        contents = tuple(self._contents(place_of(replica.buckets, store.span)))
         pieces = slice_pieces(replica.buckets, store.span, contents, dtype)
-        asked = self._receivers[session.session_id].expect(pieces, dtype)
-        session.send(Gather(version=version, contents=contents))
+        asked = store.receiver.expect(pieces, dtype)
+        store.send(Gather(version=version, contents=contents))
         return asked
 
     def _wait_for(
@@ -643,10 +639,8 @@ class StoreLinks(ABC, Generic[Own]):
         check_stop: Callable[[], None],
     ) -> bool:
         """Wait for the slice that a store was asked for; if it does not come, cut it and return False."""
-        session, progress = store.session, -1
-        assert session is not None  # noqa: S101 - it is ready
-        receiver = self._receivers[session.session_id]
-        patience_s = self._patience.lost_s
+        session, receiver, progress = store.live_session, store.receiver, -1
+        patience_s = self._cluster.empty_cluster_timeout_s
         deadline = Deadline(patience_s)
         total_s = patience_s + GATHER_SLOWER * store.took_s
         total = Deadline(total_s)

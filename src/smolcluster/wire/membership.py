@@ -134,6 +134,13 @@ def free_worker_id(
     return [*had, *listed, new][0]
 
 
+def longest_wait(cluster: ClusterConfig, *, started: bool) -> tuple[float, str]:
+    """How long those who are missing are waited for, seconds, and which key says so."""
+    if started:
+        return cluster.empty_cluster_timeout_s, "empty_cluster_timeout_s"
+    return cluster.start_timeout_s, "start_timeout_s"
+
+
 def quorum(
     num_ready: int,
     cluster: ClusterConfig,
@@ -151,11 +158,10 @@ def quorum(
         return Quorum("go", f"{num_ready} {role}s")
     if not started and num_ready >= cluster.min_workers:
         return Quorum("go", f"{num_ready} of {cluster.num_workers} {role}s have joined")
-    limit_s = cluster.empty_cluster_timeout_s if started else cluster.start_timeout_s
+    limit_s, key = longest_wait(cluster, started=started)
     if waited_s < limit_s:
         needed = f"{cluster.min_workers} of {cluster.num_workers} {role}s (min_workers)"
         return Quorum("wait", f"waiting until {needed} have joined; {num_ready} so far")
-    key = "empty_cluster_timeout_s" if started else "start_timeout_s"
     lack = (
         f"all {role}s have gone, and none came back"
         if started

@@ -15,7 +15,7 @@ from peers import opened, store_setup
 from smolcluster.server.slices import by_name, place_of
 from smolcluster.server.store import Counted, HeldSlice, Part, PartArrived, mean_of
 from smolcluster.server.store_host import COORDINATOR, SliceHost
-from smolcluster.server.store_links import NormsArrived, Patience, StoreLinks
+from smolcluster.server.store_links import NormsArrived, StoreLinks
 from smolcluster.training.optimizer import bucket_norms
 from smolcluster.training.replica import Replica
 from smolcluster.wire.inbox import Inbox, MessageReceived
@@ -29,7 +29,7 @@ from smolcluster.wire.messages import (
     TakeStep,
 )
 from smolcluster.wire.session import Receiver, Session
-from unit.server.test_store_links import LISTENING, new_replica, open_session
+from unit.server.test_store_links import LISTENING, new_replica, open_session, patient
 
 WORKERS = ("a" * 8, "b" * 8)
 
@@ -89,8 +89,7 @@ def test_a_rule_of_ones_own_steps_on_two_hosts_as_on_one() -> None:
     run, log = local_settings().run_config("test-run", "edp"), logging.getLogger("test")
     options: dict[str, Any] = {"run": run, "codec": "fp32", "incarnation": "here", "log": log}
     replica, expected = new_replica(), new_replica().params
-    patience = Patience(start_s=9.0, lost_s=9.0)
-    links = SignLinks(replica, ("mini1", "win"), patience=patience, **options)
+    links = SignLinks(replica, ("mini1", "win"), cluster=patient(9.0, 9.0), **options)
     links.begin(0, Mock())
     session = open_session(links, "win", 1)
     [given] = [each for each in session.sent if isinstance(each, Slice)]
@@ -101,7 +100,7 @@ def test_a_rule_of_ones_own_steps_on_two_hosts_as_on_one() -> None:
     answer = Accepted(bucket_bytes=replica.bucket_bytes, heartbeat_timeout_s=1.0)
     held = Held(setup, answer, Inbox(), given, by_name(given.contents, values))
     links.handle(MessageReceived(1, LISTENING))
-    receiver, told = links._receivers[1], list[object]()
+    receiver, told = session.receiver, list[object]()
     coordinator = Mock(send_frame=lambda frame: receiver(*opened(frame)))
     coordinator.send = lambda message, payload: told.append(receiver(message, payload))
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from harness import local_settings
+from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import ClusterEmpty, NonFiniteLoss
 from smolcluster.server.hosted_stores import HostedStores
 from smolcluster.server.push import Pushed
@@ -20,7 +21,6 @@ from smolcluster.server.store import Part
 from smolcluster.server.store_links import (
     GATHER_SLOWER,
     NormsArrived,
-    Patience,
     StepsUndone,
     StoreLinks,
 )
@@ -45,7 +45,7 @@ from smolcluster.wire.messages import (
     State,
     decode,
 )
-from smolcluster.wire.session import Session
+from smolcluster.wire.session import Receiver, Session
 
 NODES = ("mini1", "win", "pi5")
 LISTENING = Listening(places=(HostPort(host="127.0.0.1", port=1),))
@@ -56,6 +56,7 @@ class FakeSession:
     """What was sent, as messages and frames; `num_gone` is said by the test."""
 
     session_id: int
+    receiver: Receiver = field(default_factory=Mock)
     num_gone: int = 0
     reason: str = ""
     sent: list[Message] = field(default_factory=list)
@@ -98,6 +99,12 @@ def new_replica() -> Replica:
     return Replica(model, "adamw", weight_decay=0.1, bucket_bytes=64 * 4)
 
 
+def patient(start_s: float, lost_s: float) -> ClusterConfig:
+    """How long stores are waited for: at the start, and when one is lost."""
+    told = {"start_timeout_s": start_s, "empty_cluster_timeout_s": lost_s}
+    return local_settings().cluster.model_copy(update=told)
+
+
 def ignore(node: str, num_steps: int, share: float) -> None:
     """Nobody wants to know."""
 
@@ -109,7 +116,7 @@ def spread(lost_s: float = 60.0, on_undone: StepsUndone = ignore) -> HostedStore
         run=local_settings().run_config("test-run", "edp"),
         codec="fp32",
         incarnation="here",
-        patience=Patience(start_s=600.0, lost_s=lost_s),
+        cluster=patient(600.0, lost_s),
         log=logging.getLogger("test"),
     )
     stores.begin(0, on_undone)
@@ -120,7 +127,7 @@ def open_session(stores: StoreLinks[Any], node: str, session_id: int) -> FakeSes
     hello = introduce(node, sets=(SESSION, STORE))
     answer = stores.admit(session_id, hello)
     assert not isinstance(answer, Refused)
-    session = FakeSession(session_id)
+    session = FakeSession(session_id, answer[1])
     client = cast("Authenticated", Client(hello))
     stores.handle(SessionOpened(cast("Session", session), client))
     return session
@@ -230,7 +237,7 @@ def slice_of(stores: HostedStores, span: range, version: int) -> list[tuple[Stat
 
 def test_what_an_aborted_gathering_has_asked_for_is_taken_before_what_the_next_one_asks() -> None:
     stores = spread()
-    receivers = [stores._receivers[each.session_id] for each in ready(stores)]
+    receivers = [each.receiver for each in ready(stores)]
     spans = [store.span for store in stores._stores]
 
     def send(version: int, frames: slice) -> None:
@@ -258,10 +265,10 @@ def test_a_store_that_trickles_is_cut() -> None:
     win, _ = ready(stores)
     win_store = stores._stores[0]
     win_store.took_s = -61.0 / GATHER_SLOWER  # its time is over from the beginning
-    receiver, frames = stores._receivers[win.session_id], iter(slice_of(stores, win_store.span, 0))
+    frames = iter(slice_of(stores, win_store.span, 0))
 
     def trickle() -> None:
-        receiver(*next(frames))
+        win.receiver(*next(frames))
 
     assert not stores.gather(0, trickle)
     assert "has not sent its slice within" in win.reason

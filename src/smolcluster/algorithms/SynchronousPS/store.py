@@ -219,8 +219,8 @@ class ReducingLinks(StoreLinks[PartArrived]):
         """Cut stores that owe means, though they have all parts `since` then, and say nothing for long."""
         for store in self._stores:
             is_owed = not self._reduced >= set(store.span)
-            silent_s = now - max(since, store.heard_at)
-            if store.session is not None and is_owed and silent_s > self._patience.lost_s:
+            is_silent = now - max(since, store.heard_at) > self._cluster.empty_cluster_timeout_s
+            if store.session is not None and is_owed and is_silent:
                 store.session.cut("it does not send the means of its buckets")
 
     def commit(self, commit: Commit) -> None:

@@ -29,12 +29,13 @@ from smolcluster.configs.schema import GradientClipping
 from smolcluster.server.buffers import BufferCollector
 from smolcluster.server.slices import by_name, slice_pieces
 from smolcluster.server.store_host import COORDINATOR, buckets_of
-from smolcluster.server.store_links import NormsArrived, Patience
+from smolcluster.server.store_links import NormsArrived
 from smolcluster.training.optimizer import FlatOptimizer
 from smolcluster.wire.acceptor import SessionOpened
 from smolcluster.wire.frames import Buffer, Frame
 from smolcluster.wire.handshake import Authenticated, introduce
 from smolcluster.wire.inbox import Event, Inbox, MessageReceived, SessionClosed
+from smolcluster.wire.membership import Refused
 from smolcluster.wire.messages import (
     SESSION,
     STORE,
@@ -49,9 +50,9 @@ from smolcluster.wire.messages import (
     Slice,
     State,
 )
-from smolcluster.wire.session import Session
+from smolcluster.wire.session import Receiver, Session
 from smolcluster.wire.streams import Assembler
-from unit.server.test_store_links import Client
+from unit.server.test_store_links import Client, patient
 
 RUN = local_settings(algorithm="diloco").run_config("test-run", "diloco")
 NODES = ("mini1", "win", "pi5")
@@ -67,6 +68,7 @@ class Line:
 
     session_id: int
     hears: Hears
+    receiver: Receiver | None = None
     num_gone: int = 0
     is_cut: bool = False
 
@@ -86,6 +88,8 @@ class StoreHost:
 
     hosting: "Hosting"
     session_id: int
+    receiver: Receiver
+    """What takes at the server what it says."""
     held: Held | None = None
     incoming: Assembler[State] | None = None
     given: Slice | None = None
@@ -132,8 +136,7 @@ class StoreHost:
         return cast(Session, Line(COORDINATOR, self._told))
 
     def _told(self, message: Message, payload: memoryview) -> None:
-        receiver = self.hosting.links._receivers[self.session_id]
-        event = receiver(message, payload)
+        event = self.receiver(message, payload)
         if event is not None:
             self.hosting.events.append(event)
 
@@ -181,7 +184,7 @@ class Hosting:
             run=RUN,
             codec=codec_up,
             incarnation="here",
-            patience=Patience(start_s=10.0, lost_s=60.0),
+            cluster=patient(10.0, 60.0),
             log=logging.getLogger("test"),
         )
         self.links.begin(
@@ -205,12 +208,13 @@ class Hosting:
 
     def open(self, node: str, session_id: int) -> None:
         """A store's process comes, and is given its slice."""
-        store = StoreHost(self, session_id)
-        self.stores.append(store)
         hello = introduce(node, sets=(SESSION, STORE))
-        self.links.admit(session_id, hello)
+        answer = self.links.admit(session_id, hello)
+        assert not isinstance(answer, Refused)
+        store = StoreHost(self, session_id, answer[1])
+        self.stores.append(store)
         client = cast("Authenticated", Client(hello))
-        session = cast(Session, Line(session_id, store.hear))
+        session = cast(Session, Line(session_id, store.hear, answer[1]))
         self.links.handle(SessionOpened(session, client))
 
     def lose(self, store: StoreHost) -> None:

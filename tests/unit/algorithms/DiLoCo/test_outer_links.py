@@ -350,7 +350,7 @@ def test_the_norm_of_a_change_is_that_of_all_its_parts() -> None:
 
 def test_a_part_that_is_not_finite_makes_no_finite_norm() -> None:
     hosting = Hosting(3, WORKERS)
-    receiver, key = hosting.links._receivers[1], FIRST
+    receiver, key = hosting.stores[0].receiver, FIRST
     values = torch.zeros(256)
     own = DeltaArrived(
         session_id=0,
@@ -378,7 +378,7 @@ def test_what_is_dropped_is_kept_nowhere() -> None:
 
 def test_a_store_is_not_believed_a_bucket_that_it_does_not_hold() -> None:
     hosting = Hosting(3, WORKERS)
-    receiver = hosting.links._receivers[1]
+    receiver = hosting.stores[0].receiver
     with pytest.raises(ProtocolError, match="bucket 0 of fragment 0, which it has not"):
         receiver(*arrived(FIRST, 0, 0, ((1.0,), (1.0,))))
     with pytest.raises(ProtocolError, match="one norm a bucket"):

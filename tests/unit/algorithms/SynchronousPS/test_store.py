@@ -18,7 +18,6 @@ from smolcluster.data.permutation import Range
 from smolcluster.errors import ProtocolError
 from smolcluster.server.slices import arrived
 from smolcluster.server.store_host import COORDINATOR
-from smolcluster.server.store_links import Patience
 from smolcluster.wire.acceptor import SessionOpened
 from smolcluster.wire.handshake import Authenticated
 from smolcluster.wire.inbox import Inbox, MessageReceived, SessionClosed
@@ -49,6 +48,7 @@ from unit.server.test_store_links import (
     ignore,
     new_replica,
     open_session,
+    patient,
 )
 
 SLICE = next(each for each in one_of_each() if isinstance(each, Slice))
@@ -103,7 +103,7 @@ def links_of(codec: str) -> ReducingLinks:
         run=local_settings(algorithm="syncps").run_config("test-run", "syncps"),
         codec=codec,
         incarnation="here",
-        patience=Patience(start_s=10.0, lost_s=60.0),
+        cluster=patient(10.0, 60.0),
         log=logging.getLogger("test"),
     )
     links.begin(5, ignore)
@@ -165,9 +165,8 @@ def test_a_residual_that_a_step_has_paid_is_not_given_again() -> None:
 
 def test_a_store_is_not_believed_a_mean_of_another_step() -> None:
     links = links_of("fp32")
-    open_session(links, "win", 1)
+    receiver = open_session(links, "win", 1).receiver
     links.open_step(opened_step(6, [8], len(links.own_span)))
-    receiver = links._receivers[1]
     own, payload = reduced(links, 3), memoryview(bytearray(BUCKET.nbytes))
     assert receiver(reduced(links, 3, attempt=7), payload) is None, "of a step that is void"
     assert receiver(own, payload) == MessageReceived(1, own)
@@ -182,8 +181,7 @@ def test_a_store_is_not_believed_a_mean_of_another_step() -> None:
 
 def test_a_store_is_not_believed_that_more_buckets_have_counted_than_it_has() -> None:
     links = links_of("fp32")
-    open_session(links, "win", 1)
-    receiver = links._receivers[1]
+    receiver = open_session(links, "win", 1).receiver
     key = PartKey(instance="a" * 16, of=push(1, 2).lease)
     for count in (0, 3):
         told, norms = arrived(key, 0, 3, torch.empty(0, count))
