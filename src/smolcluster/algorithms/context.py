@@ -22,7 +22,7 @@ from smolcluster.server.evaluator import Evaluator
 from smolcluster.server.feed import Feed, HeldOutFeed, NoFeed
 from smolcluster.server.hosted_stores import HostedStores
 from smolcluster.server.listening import listening_addresses
-from smolcluster.server.offering import PlannedWorkload
+from smolcluster.server.offering import OFFER, PlannedWorkload
 from smolcluster.server.records import Records
 from smolcluster.server.report import Report
 from smolcluster.server.saver import CheckpointSource, Saver
@@ -136,6 +136,8 @@ class PoolContext:
         def admit(session_id: int, hello: Hello) -> LetIn | Refused:
             if stores is not None and STORE.name in hello.sets and PS.name not in hello.sets:
                 return stores.admit(session_id, hello)
+            if OFFER.name in hello.sets:
+                return Refused("version", "the run has a model already: join it")
             return admit_worker(session_id, hello)
 
         sets = sets_of(self.run.algorithm)
