@@ -304,7 +304,11 @@ class ModelBuffers:
         )
 
     def load(self, values: BufferValues) -> None:
-        """Give the buffers these values, as `put`; `difference` and `restore` mean them from now on."""
+        """Give the buffers these values, as `put`; `difference` and `restore` mean them from now on.
+
+        What has changed since is found first: a batch may have failed before anybody looked.
+        """
+        self.find()
         self.put(values)
         self._base = dict(values)
 
