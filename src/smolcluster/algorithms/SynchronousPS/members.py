@@ -9,7 +9,7 @@ newest state.
 
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -161,6 +161,8 @@ class Members:
         self._members: dict[int, StepMember] = {}
         self._last_pushes: dict[str, PartAssignment] = {}
         """By instance, what its worker last pushed."""
+        self._num_computed: Counter[str] = Counter()
+        """By instance, the parts that its worker has computed: so far has its loop's schedule come."""
         self._state = state_of(replica)
         self._copies: dict[str, list[Frame]] = {}
         """Frames of tensors of the state, as they are since the last commit, for all who are sent them."""
@@ -315,6 +317,7 @@ class Members:
         del member.unanswered[assignment.key]
         self.remember(assignment)
         if answer.compute_s > 0:
+            self._num_computed[member.worker.member.instance] += 1
             member.pace.measured(
                 assignment.num_samples,
                 answer.compute_s,
@@ -331,6 +334,18 @@ class Members:
         """
         if assignment.num_counted and not assignment.backup:
             self._last_pushes[assignment.holder.member.instance] = assignment
+
+    def learning_rate(self, step: Step) -> float | None:
+        """What the workers' own schedules have come to; None: they have none.
+
+        One that is slow or came late has taken fewer steps: it is that of the one that has computed most.
+        """
+
+        def num_computed(part: Part) -> int:
+            holder = part.finished_by and part.finished_by.holder
+            return self._num_computed[holder.member.instance] if holder else 0
+
+        return max(step.parts, key=num_computed).loss.learning_rate
 
     def settle(self, step: Step) -> None:
         """Tell those whose parts others have finished that nothing more of them is wanted."""

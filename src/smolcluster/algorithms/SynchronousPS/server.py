@@ -321,7 +321,9 @@ class Server:
         """Everybody takes the step, and so does this server; then it stands at the next version."""
         self.saver.wait_for_copy()
         norm, mean = self.reduction.norm(), self.reduction.mean(step.version)
-        rate = self.learning_rate() if step.learning_rate is None else step.learning_rate
+        rate = self.members.learning_rate(step)
+        if rate is None:
+            rate = self.learning_rate()
         clip = clip_factor(norm, self.train.gradient_clipping)
         compare = step.version % self.cluster.worker_update_interval == 0
         digests = self.store.digests() if compare else []

@@ -298,11 +298,6 @@ class Step(SliceStep):
         return next((each.loss.overflow for each in self.parts if each.loss.overflow), None)
 
     @property
-    def learning_rate(self) -> float | None:
-        """What the workers' own schedules have come to, as the first part says; None: they have none."""
-        return self.parts[0].loss.learning_rate
-
-    @property
     def assignments(self) -> list[PartAssignment]:
         with self._lock:
             return list(self._grants.values())

@@ -82,11 +82,9 @@ class House:
     def answer(self, assignment: PartAssignment, now: float = 1.0, bucket: int = 2) -> None:
         self.members.take_back(assignment, push_of(assignment.key, bucket), now)
 
-    def claim(
-        self, assignment: PartAssignment, *buckets: int, overflow: float | None = None
-    ) -> None:
+    def claim(self, assignment: PartAssignment, *buckets: int, **told: float) -> None:
         for bucket in buckets:
-            push = push_of(assignment.key, bucket).model_copy(update={"overflow": overflow})
+            push = push_of(assignment.key, bucket).model_copy(update=told)
             self.step.claim(assignment.session_id, push)
 
 
@@ -251,6 +249,17 @@ def test_an_answer_measures_the_member_unless_it_did_nothing(house: House) -> No
     house.answer(pushed, 10.4)  # 0.25 s of it for 8 samples
     assert member.pace.cost.fixed_s == pytest.approx(0.15)
     assert member.pace.cost.each_s > before.each_s
+
+
+def test_loops_step_at_the_learning_rate_of_the_one_that_has_computed_most(house: House) -> None:
+    """The first one is slow: in most steps it has no part, so its schedule is behind."""
+    slow, fast = house.member(1), house.member(2)
+    house.answer(house.give(fast, house.step.parts[2]))
+    for member, part, rate in zip((slow, fast), house.step.parts, (0.5, 0.25), strict=False):
+        assignment = house.give(member, part)
+        house.claim(assignment, 0, 1, 2, learning_rate=rate)
+        house.answer(assignment)
+    assert house.members.learning_rate(house.step) == 0.25
 
 
 def back(house: House, session_id: int, unacknowledged: LeaseKey, instance: int = 1) -> StepMember:
