@@ -27,9 +27,11 @@ from smolcluster.errors import ClusterEmpty, ConfigError, ConnectTimeout, Reject
 from smolcluster.runs.events import BeginningEnded
 from smolcluster.runs.summary import Summary
 from smolcluster.server import offering
-from smolcluster.server.offering import BAD_OFFER, wait_for_offer
+from smolcluster.server.link import WorkerSetup
+from smolcluster.server.offering import BAD_OFFER, NO_MODEL, wait_for_offer
 from smolcluster.utils.retry import Deadline
 from smolcluster.wire.handshake import introduce
+from smolcluster.wire.messages import Welcome
 from smolcluster.wire.node import Node
 from smolcluster.wire.security import Secret
 from tiers import at_night
@@ -318,6 +320,7 @@ def test_a_loop_with_its_own_sampler_and_schedule_is_counted(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
     loader = DataLoader(DATA, batch_size=BATCH)
     plain, steps = net(), 0
+    progress: list[float] = []
     with served.attach(model, optimizer, num_samples=NUM_SAMPLES) as cluster:
         while cluster.running:
             for inputs, targets in loader:
@@ -325,6 +328,7 @@ def test_a_loop_with_its_own_sampler_and_schedule_is_counted(
                 for half in range(2):
                     part = slice(half, None, 2)
                     backward(functional.mse_loss(model(inputs[part]), targets[part]) / 2)
+                progress.append(cluster.progress)
                 optimizer.step()
                 schedule.step()
                 steps += cluster.running
@@ -342,6 +346,8 @@ def test_a_loop_with_its_own_sampler_and_schedule_is_counted(
         again.step()
     assert summary.steps == len(batches)
     assert_close(served.weights, plain)
+    starts = [epoch * NUM_SAMPLES + start for epoch in (0, 1) for start in range(0, 90, BATCH)]
+    assert progress[: len(starts)] == [start / (2 * NUM_SAMPLES) for start in starts]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -436,6 +442,26 @@ def test_what_does_not_fit_the_run_is_refused_and_the_difference_named(tmp_path:
     train(served, "bob")
     worker.finish()
     served.finish()
+
+
+def test_a_process_whose_offer_comes_second_joins_and_nobody_is_warned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = Served(tmp_path, "edp", "min_workers=2")
+    worker = Outcome("ann", lambda: train(served, "ann") and None)
+    assert served.is_up.wait(30)
+    ask, before = WorkerSetup.ask, iter([Rejected("it was asked a moment ago", NO_MODEL)])
+
+    def asked(self: WorkerSetup) -> Welcome:
+        for answer in before:
+            raise answer
+        return ask(self)
+
+    monkeypatch.setattr(WorkerSetup, "ask", asked)
+    train(served, "bob")
+    worker.finish()
+    served.finish()
+    assert not [line for line in served.cluster.log_lines if "not let in" in line]
 
 
 @pytest.mark.parametrize(

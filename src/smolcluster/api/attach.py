@@ -46,8 +46,9 @@ from smolcluster.api.attached_process import Told, own_name, told_by_launcher
 from smolcluster.api.loop_watch import LoopWatch
 from smolcluster.api.synchronous_optimizer import check_rule, describe_optimizer
 from smolcluster.configs.resolve import load_settings
-from smolcluster.configs.schema import RunConfig, Settings
+from smolcluster.configs.schema import RunConfig, Settings, TrainConfig
 from smolcluster.configs.spec import get_algorithm
+from smolcluster.data.dataset import Place
 from smolcluster.data.marks import Mark, chosen, marks_of
 from smolcluster.errors import ConfigError, NonFiniteLoss, Rejected
 from smolcluster.observability.logs import NodeLog
@@ -153,6 +154,8 @@ class Cluster:
         run_id: the run's name; empty before it is known.
         rank: this process's, from 0; those of a run differ.
         epoch: from 0, of the samples of now.
+        progress: from 0 to 1, how far the run has come with the samples of now, whoever had those before. A
+            schedule that follows it is right in a process that comes late, and in a run that was resumed.
         loss: the mean loss of the batch, a number or tensor, to be told before each `optimizer.step()`; None:
             not told, and shown nowhere.
     """
@@ -176,6 +179,7 @@ class Cluster:
         self.run_id = ""
         self.rank = (told.worker_id or 1) - 1
         self.epoch = 0
+        self.progress = 0.0
         self.loss: Tensor | float | None = None
         self._num_terms: float | None = None
         self._overflow: float | None = None
@@ -496,7 +500,7 @@ class Cluster:
             workload,
             replica,
             run.seed,
-            lend=partial(self._lend, replica, take, run.train.batch_size),
+            lend=partial(self._lend, replica, take, run.train),
             is_synchronous=spec.is_synchronous,
             own_optimizer=own_optimizer,
             steps_alone=differs is not None,
@@ -521,19 +525,19 @@ class Cluster:
         self,
         replica: Replica,
         take: Callable[[Replica], float | None],
-        num_counted: int,
+        train: TrainConfig,
         indices: Tensor,
-        epoch: int,
+        place: Place,
     ) -> BatchLoss:
         """Let the loop compute these samples, and take over what came of its `optimizer.step()`.
 
         Raises:
             NonFiniteLoss: loss or gradient is NaN or infinite; the optimizer has not stepped.
         """
-        self.epoch = epoch
+        self._note_place(place, train)
         self._lease = _Lease(indices, len(indices))
         assert self._watch is not None  # noqa: S101 - made as the model was laid out
-        self._watch.begin(epoch)
+        self._watch.begin(place.epoch)
         if take == self._difference:
             if self._before is None or self._before.shape != replica.params.shape:
                 self._before = torch.empty_like(replica.params)
@@ -551,8 +555,16 @@ class Cluster:
         rate = take(replica)
         terms = self._num_terms
         if terms is None:
-            terms = num_counted if self._wanted.is_counted else len(indices)
+            terms = train.batch_size if self._wanted.is_counted else len(indices)
         return BatchLoss(loss, terms, rate, self._overflow)
+
+    def _note_place(self, place: Place, train: TrainConfig) -> None:
+        num_samples = self._wanted.num_samples
+        assert num_samples is not None  # noqa: S101 - the run has as many
+        in_step = 0 if self._wanted.is_counted else place.start % train.samples_per_step
+        num_before = place.epoch * num_samples + place.start - in_step
+        self.epoch = place.epoch
+        self.progress = num_before / train.total_samples(num_samples)
 
     def _check_gradients(self, replica: Replica) -> None:
         """Refuse gradients that cannot be used.
@@ -652,7 +664,7 @@ def _logged(values: dict[str, float]) -> Logged:
 class AttachedContext(TrainingContext):
     """What an attached process trains with: its loop computes."""
 
-    lend: Callable[[Tensor, int], BatchLoss]
+    lend: Callable[[Tensor, Place], BatchLoss]
     is_synchronous: bool
     own_optimizer: LoopOptimizer | None
     """The loop's, where it steps this process's copy of the weights."""
@@ -661,8 +673,8 @@ class AttachedContext(TrainingContext):
     def optimizer(self) -> LocalOptimizer:
         return self.own_optimizer or self.replica.optimizer
 
-    def compute(self, indices: Tensor, epoch: int = 0, start: int = 0) -> BatchLoss:  # noqa: ARG002
-        return self.lend(indices, epoch)
+    def compute(self, indices: Tensor, epoch: int = 0, start: int = 0) -> BatchLoss:
+        return self.lend(indices, Place(self.seed, epoch, start))
 
     def rehearse(self, num_samples: int) -> bool:  # noqa: ARG002
         """Nothing: only the loop knows how to compute."""
