@@ -25,6 +25,7 @@ from smolcluster.api.synchronous_optimizer import (
 from smolcluster.configs.overrides import ATTACH_VARIABLE, NAME_VARIABLE
 from smolcluster.errors import ConfigError, ModelChanged, ProtocolError
 from smolcluster.server.offering import Layer, Plan
+from smolcluster.training.buffers import NUM_FIRST
 
 
 def net() -> nn.Sequential:
@@ -124,13 +125,29 @@ def replace(model: nn.Module) -> None:
     model.get_submodule("1").weight = nn.Parameter(torch.ones(2, 4))
 
 
+def test_a_group_for_what_was_frozen_is_refused_for_what_it_thaws() -> None:
+    """That a group is new is true as well, but no algorithm takes what was frozen."""
+    model = net()
+    model[0].requires_grad_(False)
+    optimizer = nesterov(model[1])
+    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    watch = LoopWatch(model, optimizer, trained, is_synchronous=True)
+    for _ in range(NUM_FIRST + 1):  # from now on it hardly ever looks
+        watch.begin(0)
+        watch.end()
+    model[0].requires_grad_(True)
+    optimizer.add_param_group({"params": model[0].parameters()})
+    with pytest.raises(ModelChanged, match=r"parameter 0\.weight is frozen when training begins"):
+        watch.end()
+
+
 @pytest.mark.parametrize(
     ("change", "sentence", "is_refused_by"),
     [
         (clip, r"parameter 0\.weight changes between two calls", (True,)),
         (replace, r"parameter 1\.weight \(Linear\) is replaced", (True, False)),
         (lambda model: model[0].requires_grad_(True), r"parameter 0\.\w+ is frozen", (True, False)),
-        (lambda model: model[1].requires_grad_(False), "", ()),
+        (lambda model: model[1].requires_grad_(False), r"1\.weight has been frozen", (True,)),
     ],
 )
 def test_what_a_loop_does_to_parameters_and_nobody_hears_of_is_refused(
@@ -138,17 +155,32 @@ def test_what_a_loop_does_to_parameters_and_nobody_hears_of_is_refused(
 ) -> None:
     for is_synchronous in (True, False):
         model = net()
-        if "frozen" in sentence:
+        if "is frozen" in sentence:
             model[0].requires_grad_(False)
         trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
         watch = LoopWatch(model, nesterov(model), trained, is_synchronous=is_synchronous)
         watch.begin(0)
         change(model)
         if is_synchronous in is_refused_by:
-            with pytest.raises(ModelChanged, match=sentence):
+            with pytest.raises((ModelChanged, ConfigError), match=sentence):
                 watch.end()
         else:
             watch.end()
+
+
+def test_what_is_frozen_stays_so_with_an_optimizer_that_leaves_it() -> None:
+    model = net()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch = LoopWatch(model, plain, list(model.named_parameters()), is_synchronous=True)
+    watch.begin(0)
+    model[1].requires_grad_(False)
+    watch.end()
+
+
+def test_complex_parameters_are_refused_with_what_to_write() -> None:
+    model = nn.ParameterDict({"filter": nn.Parameter(torch.zeros(3, dtype=torch.cfloat))})
+    with pytest.raises(ConfigError, match=r"filter is torch\.complex64.*view_as_real"):
+        Plan.of(model, 9, is_counted=False)
 
 
 def test_frozen_weights_are_compared() -> None:

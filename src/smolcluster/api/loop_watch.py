@@ -12,7 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from smolcluster.api.synchronous_optimizer import check_settings, settings_of
+from smolcluster.api.synchronous_optimizer import (
+    check_none_frozen,
+    check_settings,
+    settings_of,
+)
 from smolcluster.errors import ModelChanged
 from smolcluster.training.buffers import plain_name
 from smolcluster.training.state_watch import Turns, changed, made_late, mark, refrozen
@@ -32,6 +36,7 @@ class LoopWatch:
         """Remember the model and the settings of now; `trained`: what the run trains, by name."""
         self._model, self._optimizer, self._trained = model, optimizer, trained
         self._settings = settings_of(optimizer) if is_synchronous else None
+        self._num_groups = len(optimizer.param_groups)
         self._known = {plain_name(name): each for name, each in model.named_parameters()}
         self._turns, self._looks = Turns(), False
         self._marks: list[object] = []
@@ -39,8 +44,8 @@ class LoopWatch:
     def begin(self, epoch: int) -> None:
         """The loop goes on, up to its next step."""
         self._looks = self._turns.come(epoch)
-        if self._looks and self._settings is not None:
-            self._marks = [mark(each) for _, each in self._trained]
+        looks_at_weights = self._looks and self._settings is not None
+        self._marks = [mark(each) for _, each in self._trained] if looks_at_weights else []
 
     def end(self) -> None:
         """The loop has called `optimizer.step()`, which has changed nothing yet.
@@ -49,10 +54,23 @@ class LoopWatch:
             ConfigError: SyncPS's server would step otherwise than this optimizer.
             ModelChanged: what the loop has done to parameters stays on this machine; one is named.
         """
-        if self._settings is not None:
-            check_settings(self._optimizer, self._settings)
-        if not self._looks:
+        num_groups = len(self._optimizer.param_groups)
+        if self._looks or num_groups != self._num_groups:
+            self._num_groups = num_groups
+            self._check_parameters()
+        if self._settings is None:
             return
+        check_settings(self._optimizer, self._settings)
+        check_none_frozen(self._optimizer, self._trained)
+        for (name, each), before in zip(self._trained, self._marks, strict=False):
+            if mark(each) != before:
+                raise ModelChanged(
+                    f"model: parameter {name} changes between two calls of optimizer.step(), of which no "
+                    "other machine hears: let the attached optimizer step all that is trained, and clip or "
+                    "normalise weights in the forward; or use algorithm: edp, which takes such changes"
+                )
+
+    def _check_parameters(self) -> None:
         trained = dict(self._trained)
         for place, each in self._model.named_parameters():
             name = plain_name(place)
@@ -63,10 +81,3 @@ class LoopWatch:
                 raise changed(name, owner, "is replaced by another one")
             if each.requires_grad and name not in trained:
                 raise refrozen(name, is_frozen=False)
-        for (name, each), before in zip(self._trained, self._marks, strict=False):
-            if mark(each) != before:
-                raise ModelChanged(
-                    f"model: parameter {name} changes between two calls of optimizer.step(), of which no "
-                    "other machine hears: let the attached optimizer step all that is trained, and clip or "
-                    "normalise weights in the forward; or use algorithm: edp, which takes such changes"
-                )

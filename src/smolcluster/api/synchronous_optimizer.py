@@ -121,6 +121,26 @@ def check_settings(optimizer: torch.optim.Optimizer, told: Told) -> None:
     _check_hooks(optimizer)
 
 
+def check_none_frozen(
+    optimizer: torch.optim.Optimizer, trained: Sequence[tuple[str, nn.Parameter]]
+) -> None:
+    """See that the server, which knows of no frozen parameter, leaves those alone that the loop has frozen.
+
+    Raises:
+        ConfigError: momentum or weight decay would move one, though its gradient is 0.
+    """
+    groups = optimizer.param_groups
+    if not any(group.get("momentum", 1) or group["weight_decay"] for group in groups):
+        return
+    for name, parameter in trained:
+        if not parameter.requires_grad:
+            raise ConfigError(
+                f"optimizer: parameter {name} has been frozen since it was attached, but with SyncPS "
+                "momentum and weight decay go on to change it: leave requires_grad as it is, or train in "
+                f"two runs, or {REMEDY}"
+            )
+
+
 def _check_hooks(optimizer: torch.optim.Optimizer) -> None:
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise ConfigError(
@@ -140,7 +160,8 @@ def _check_all_held(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if param.requires_grad and id(param) not in held:
             raise ConfigError(
                 f"optimizer: it has not the trainable parameter {plain_name(name)}; give it to the "
-                "optimizer, or call requires_grad_(False) on it"
+                "optimizer, or call requires_grad_(False) on it; if another optimizer steps it, use "
+                "algorithm: edp, which takes several"
             )
 
 

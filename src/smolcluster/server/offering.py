@@ -44,7 +44,7 @@ from smolcluster.server.listening import listening_addresses
 from smolcluster.training.buffers import plain_name
 from smolcluster.training.fingerprint import frozen_digest
 from smolcluster.training.lazy import check_shapes
-from smolcluster.training.replica import DEFAULT_BUCKET_BYTES
+from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, trained_parameters
 from smolcluster.training.workload import Workload
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_bytes, format_duration
@@ -208,6 +208,7 @@ class Plan:
         samples: tuple[Mark, ...] = (),
     ) -> Self:
         check_shapes(model)
+        trained_parameters(model)  # refuses what cannot be trained
         layers = tuple(layer for layer, _ in state_of(model))
         return cls(layers, num_samples, is_counted, frozen_digest(model), samples)
 
@@ -266,7 +267,7 @@ class Plan:
         if len(names) > 1 or not names <= DTYPES.keys():
             raise ConfigError(
                 f"model: its parameters are {', '.join(sorted(names))}, must all be one of "
-                f"{', '.join(DTYPES)}: write model.float(), and compute under torch.autocast"
+                f"{', '.join(DTYPES)}"
             )
         return DTYPES[names.pop()]
 

@@ -42,7 +42,9 @@ AVERAGE = "ema."
 MOST_FROZEN = 4
 """Frozen parameters that may follow the weights are at most so many times as large as these."""
 TRAINED_TYPES = (torch.float32, torch.float64)
-DIVERGENCE_REMEDY = "lower learning_rate, or clip gradients harder (gradient_clipping)"
+DIVERGENCE_REMEDY = (
+    "lower learning_rate, clip gradients harder (gradient_clipping), or look for NaN in the data"
+)
 
 
 class Replica:
@@ -102,7 +104,7 @@ class Replica:
         check_apart(model)
         move(model, self.device)
         self.resting = [] if keeps_modes else begin_training(model)
-        trainable = _trainable(self.model)
+        trainable = trained_parameters(self.model)
         if not (trainable or is_stage):
             raise ConfigError("model: no parameter is trainable; set requires_grad on at least one")
         self.fingerprint = fingerprint(self.model)
@@ -347,7 +349,12 @@ class Replica:
             parameter.grad = None
 
 
-def _trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that are trained, by name, in the order in which they lie in the flat weights.
+
+    Raises:
+        ConfigError: one is of a type or layout that is not trained, or of another type than the first.
+    """
     found = [
         (plain_name(name), param) for name, param in model.named_parameters() if param.requires_grad
     ]
