@@ -36,9 +36,7 @@ class Admitted:
 class Refused:
     """The worker may not come in: `sentence` says what differs and where to mend it."""
 
-    code: Literal[
-        "node", "worker-id", "busy", "over", "failed", "no-model", "version", "neighbour"
-    ]
+    code: Literal["node", "worker-id", "busy", "over", "failed", "no-model", "version", "neighbour"]
     sentence: str
     retry_after_s: float | None = None
 
