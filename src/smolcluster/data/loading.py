@@ -287,6 +287,11 @@ class StreamSamples(LoadedSamples):
             if self._next > index:
                 return sample
         self._reading = None
+        if not self._next:
+            raise DataError(
+                f"the training data give no sample in epoch {place.epoch + 1}: each epoch begins with a call "
+                "of __iter__, which must begin anew and not go on"
+            )
         raise DataError(
             f"the training data ended after {self._next} samples of epoch {place.epoch + 1}, an epoch has "
             f"{self.num_samples}; correct samples_per_epoch, or the length that the dataset says"

@@ -191,7 +191,8 @@ class _Encoder:
     def _tensor(self, tensor: Tensor, path: str, codec: str) -> list[Any]:
         """Type of a tensor, type or codec on the wire, and shape."""
         name = str(tensor.dtype).removeprefix("torch.")
-        if tensor.layout is not torch.strided or tensor.is_quantized or name not in DTYPES:
+        is_plain = tensor.layout is torch.strided and not tensor.is_nested
+        if not is_plain or tensor.is_quantized or name not in DTYPES:
             raise DataError(
                 f"{path} is a tensor of {tensor.dtype} with layout {tensor.layout}, which cannot be sent to "
                 "workers; make it dense in collate"

@@ -81,6 +81,13 @@ class Assigned(Event):
         self.note(training, loss.mean)
         return loss
 
+    def examine(self, training: TrainingContext, *, loss: bool, buffers: bool) -> None:
+        """See `TrainingContext.examine`; of these samples, which have been computed."""
+        few = partial(training.few, self.indices, self.lease.epoch, self.lease.start)
+        if self.assignment.batch_nbytes is not None:
+            few = partial(training.few_sent, self.batch, self.num_samples)
+        training.examine(few, loss=loss, buffers=buffers)
+
     def note(self, training: TrainingContext, loss: float) -> None:
         """Note in the replica's meter that these samples have been computed, with this mean loss."""
         epoch, stop = self.lease.epoch, self.lease.stop

@@ -1,10 +1,11 @@
-"""A batch of samples on its way to a user's functions: on their device, and in containers of their own."""
+"""A batch of samples on its way to a user's functions: on their device, and in memory of its own."""
 
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,14 +19,16 @@ T = TypeVar("T")
 def placed(
     batch: Batch, device: torch.device, dtype: torch.dtype, *, lowers_doubles: bool = True
 ) -> Batch:
-    """The batch with its tensors on `device`, in fresh containers of its kinds.
+    """A copy of the batch with its tensors on `device`, in containers of its kinds.
 
-    Real numbers become `dtype`, that of the parameters. Without `lowers_doubles` those of more precision stay
-    as they are (times in float64, say), but where the parameters have half precision.
+    What is given it may alter them, as by normalising in place: they may be wanted once more. Real numbers
+    become `dtype`, that of the parameters. Without `lowers_doubles` those of more precision stay as they are
+    (times in float64, say), but where the parameters have half precision.
     """
 
     def move(tensor: Tensor) -> Tensor:
-        return tensor.to(device, _taken(tensor.dtype, dtype, lowers_doubles=lowers_doubles))
+        taken = _taken(tensor.dtype, dtype, lowers_doubles=lowers_doubles)
+        return tensor.to(device, taken, copy=True)
 
     return map_tensors(batch, move, partial(_moved, device=device))
 
@@ -37,7 +40,9 @@ def _taken(given: torch.dtype, taken: torch.dtype, *, lowers_doubles: bool) -> t
 
 
 def _moved(node: Any, device: torch.device) -> Any:
-    """An object on the device, where it says how it gets there."""
+    """An object on the device, where it says how it gets there; an array in memory of its own."""
+    if isinstance(node, np.ndarray):
+        return node.copy()
     moves = getattr(node, "to", None)
     return moves(device) if callable(moves) and device.type != "cpu" else node
 

@@ -28,7 +28,7 @@ BufferValues = Mapping[int, Tensor]
 
 NUM_FIRST = 3
 """After so many batches, rehearsed ones aside, all buffers are compared, and frozen parameters."""
-_SINGLE = (bool, int, float, Tensor)
+SINGLE = (bool, int, float, Tensor)
 COMPILED = "_orig_mod."
 """What `torch.compile` puts into the names of a module's parameters and buffers."""
 
@@ -135,6 +135,12 @@ class ModelBuffers:
         self._has_looked = False
         self._caches: dict[str, Tensor] = {}
 
+    @property
+    def has_own(self) -> bool:
+        """Whether others than batch norm's have changed."""
+        modules = (self._slots[number].module for number in self.changing)
+        return any(not isinstance(each, _BatchNorm) for each in modules)
+
     def numel(self, number: int) -> int:
         """How many values a buffer has; a complex number is two. A sparse one never travels.
 
@@ -145,6 +151,12 @@ class ModelBuffers:
         if slot.initial is None:
             return slot.shape.numel()
         return _real(slot.initial).numel() if _is_dense(slot.initial) else 0
+
+    def precision(self, number: int) -> float:
+        """What rounding may change of a value of 1 in a buffer, which is there; 0 of whole numbers."""
+        tensor = self._slots[number].tensor
+        dtype = torch.bool if tensor is None else tensor.dtype
+        return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
 
     def before_batch(self) -> None:
         """A batch will be computed: before the first ones, keep what frozen parameters are."""
@@ -331,8 +343,8 @@ class ModelBuffers:
             tensor = self._slots[number].shared
             if tensor is None:
                 continue
-            is_integer = not (tensor.is_floating_point() or tensor.is_complex())
-            sums = _wide(tensor) + (flat if is_integer else flat / num_workers)
+            is_whole = not self.precision(number)
+            sums = _wide(tensor) + (flat if is_whole else flat / num_workers)
             self._store(number, sums.clamp(min=0.0) if self._slots[number].is_variance else sums)
 
     def to_save(self) -> dict[str, Tensor]:
@@ -401,7 +413,7 @@ def kept_attributes(owners: Iterable[object]) -> Iterator[None]:
     What is changed in place stays, and so does what is new.
     """
     kept = [
-        (own, {key: each for key, each in own.items() if each is None or isinstance(each, _SINGLE)})
+        (own, {key: each for key, each in own.items() if each is None or isinstance(each, SINGLE)})
         for own in (getattr(owner, "__dict__", {}) for owner in owners)
     ]
     try:

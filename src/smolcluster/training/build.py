@@ -17,17 +17,19 @@ from smolcluster.data.loading import StreamSamples
 from smolcluster.data.prefetch import Prefetch, prefetch_of
 from smolcluster.data.pytree import has_a_row_a_sample, rows, sliced
 from smolcluster.errors import ConfigError, DataError, NonFiniteLoss, OutOfMemory, SmolclusterError
+from smolcluster.training.attributes import AttributeCheck
 from smolcluster.training.buffers import kept_attributes
 from smolcluster.training.builtin import load_workload
 from smolcluster.training.compute import BatchLoss, Microbatch, forward_backward
 from smolcluster.training.criterion import holders_of
-from smolcluster.training.cutting import NUM_SAMPLES, CutCheck
+from smolcluster.training.cutting import NUM_SAMPLES, CutCheck, Few
 from smolcluster.training.evaluate import DEFAULT_BATCH_SIZE, Evaluation, evaluate, evaluation_of
 from smolcluster.training.first_loss import NO_LOSSES, FirstLosses
 from smolcluster.training.labels import lacks_labels
 from smolcluster.training.layer_seeds import LayerSeeds, drawing_layers, may_draw
 from smolcluster.training.lazy import give_shapes
 from smolcluster.training.local_copy import Executor, InProcess
+from smolcluster.training.modes import move
 from smolcluster.training.muon import MuonOptimizer
 from smolcluster.training.optimizer import LocalOptimizer
 from smolcluster.training.recipe import Training
@@ -36,7 +38,7 @@ from smolcluster.training.stages.build import build_stage, model_layers, outline
 from smolcluster.training.workload import Workload
 from smolcluster.utils.device_errors import empty_cache, first_line, is_out_of_memory
 from smolcluster.utils.gpu import no_gpu, watched
-from smolcluster.utils.isolated_rng import forked_rng
+from smolcluster.utils.isolated_rng import isolated_rng
 from smolcluster.utils.meter import Meter
 from smolcluster.utils.peak_memory import PeakMemory
 from smolcluster.utils.seed import derive_seed
@@ -166,7 +168,8 @@ class TrainingContext:
         unused: watches for parameters that the loss does not depend on; None: nobody does.
         prefetch: what loads training samples ahead; None: they lie in memory, or elsewhere.
         eval_device: where the model is evaluated, there a copy; None: where the replica lies.
-        cut_check: of what the loss makes of batches that are cut; None: nobody looks.
+        cut_check: of what comes of batches that are cut; None: nobody looks.
+        attributes: of what model and loss keep where nobody else has it; None: nobody looks.
         first_losses: what the model was built with, where it is compared with that of others.
         steps_alone: whether its local steps are not those that the run's own optimizer would take.
     """
@@ -180,6 +183,7 @@ class TrainingContext:
     prefetch: Prefetch | None = None
     eval_device: torch.device | None = None
     cut_check: CutCheck | None = None
+    attributes: AttributeCheck | None = None
     first_losses: FirstLosses = NO_LOSSES
     steps_alone: bool = False
 
@@ -233,7 +237,8 @@ class TrainingContext:
         loss = self._compute(len(indices), epoch, cut)
         at_once = self.microbatch.size
         if at_once is not None and at_once < len(indices):
-            self.check_cutting_samples(indices[:at_once], epoch, start)
+            few = partial(self.few, indices[:at_once], epoch, start)
+            self.examine(few, loss=True, buffers=True)
         return loss
 
     def parts(self, indices: Tensor, epoch: int, start: int, at_once: int) -> list[Microbatch]:
@@ -267,7 +272,7 @@ class TrainingContext:
         loss = self._compute(num_samples, epoch, cut)
         at_once = self.microbatch.size
         if at_once is not None and at_once < num_samples:
-            self.check_cutting_batch(batch, num_samples)
+            self.examine(partial(self.few_sent, batch, num_samples), loss=True, buffers=True)
         return loss
 
     def received_parts(
@@ -337,14 +342,33 @@ class TrainingContext:
             self.unused.batch_done()
         return loss
 
-    def check_cutting_samples(self, part: Tensor, epoch: int, start: int) -> None:
-        """Say once if the loss of a few samples is another one when they are computed in two parts.
+    def examine(
+        self, few: Callable[[], Few | None], *, loss: bool = False, buffers: bool = False
+    ) -> None:
+        """Say once what of the results depends on who computes samples, or on how a batch of them is cut.
 
-        They are those that a `part` (n,) of a batch begins with, which has been computed at once before.
+        `few` gives samples that have been computed. `loss`: whether their batch is cut; `buffers`: whether
+        the mean of what several parts add to buffers counts.
         """
-        check, samples = self.cut_check, self.workload.train
-        if check is None or not check.is_due():
-            return
+        checks: list[Callable[[Few], None]] = []
+        is_wanted = loss or (buffers and self.replica.buffers.has_own)
+        if is_wanted and self.cut_check is not None and self.cut_check.is_due():
+            look = partial(self.cut_check.look, self.replica, self.workload.loss)
+            checks.append(partial(look, of_loss=loss))
+        if self.attributes is not None and self.attributes.is_due():
+            checks.append(self.attributes.look)
+        if checks and self.replica.device.type != "meta" and (found := few()) is not None:
+            for check in checks:
+                check(found)
+
+    def few(self, part: Tensor, epoch: int, start: int) -> Few | None:
+        """The first samples of a part (n,) that stands in an epoch's order from `start` on.
+
+        None: they can only be read in order.
+        """
+        samples = self.workload.train
+        if isinstance(samples, StreamSamples):
+            return None
         if len(part) == 1:
             part = self.order(epoch)[start : start + 2]
         few = part[:NUM_SAMPLES]
@@ -356,21 +380,18 @@ class TrainingContext:
             rows = self.prefetch.load(few, place)[places]
             return self.prefetch.collated(rows, place._replace(start=number))
 
-        check.look(self.replica, self.workload.loss, len(few), gather)
+        return Few(len(few), gather)
 
-    def check_cutting_batch(self, batch: Batch, num_samples: int) -> None:
-        """The same of so many samples that somebody else has sent, where these can be cut."""
-        check, samples = self.cut_check, self.workload.train
-        if check is None or not isinstance(samples, Elsewhere) or not check.is_due():
-            return
+    def few_sent(self, batch: Batch, num_samples: int) -> Few | None:
+        """The first of so many samples that somebody else has sent; None: they cannot be cut."""
+        samples = self.workload.train
+        if not isinstance(samples, Elsewhere):
+            return None
         received = samples.received(batch)
-        if has_a_row_a_sample(received, num_samples):
-            check.look(
-                self.replica,
-                self.workload.loss,
-                min(NUM_SAMPLES, num_samples),
-                lambda places, _: rows(received, num_samples, places),
-            )
+        if not has_a_row_a_sample(received, num_samples):
+            return None
+        most = min(NUM_SAMPLES, num_samples)
+        return Few(most, lambda places, _: rows(received, num_samples, places))
 
     def rehearse(self, num_samples: int) -> bool:
         """Compute what costs as much as a batch of so many samples; False: there is none to be had here.
@@ -420,7 +441,8 @@ class TrainingContext:
         if model is None and device == self.replica.device:
             with self.replica.evaluating() as own:
                 return self.evaluate(own, before_batch)
-        evaluated = (self.new_copy() if model is None else model).to(device)
+        evaluated = self.new_copy() if model is None else model
+        move(evaluated, device)
 
         def compute(at_once: int) -> Evaluation:
             totals = evaluate(
@@ -487,7 +509,6 @@ def build(
     if replica.meter.gpu is no_gpu:
         replica.meter.gpu = watched(device)
     replica.meter.memory = PeakMemory(device) if train.memory_profiling else None
-    check = None if log is None or train.batch == "whole" else CutCheck(log)
     at_once = most_at_once(train, microbatch)
     at_most = Microbatching(at_once, "microbatch", log, is_whole=train.batch == "whole")
     eval_size = workload.eval_batch_size or at_once or train.batch_size
@@ -508,9 +529,14 @@ def build(
         workload = workload.watched()
         workload.bring_losses(device)
     workload = workload.to(device)
-    return TrainingContext(
-        workload, replica, seed, at_most, evaluated, unused, prefetch, cut_check=check
-    )
+    built = TrainingContext(workload, replica, seed, at_most, evaluated, unused, prefetch)
+    return built if log is None else _with_checks(built, log)
+
+
+def _with_checks(training: TrainingContext, log: logging.Logger) -> TrainingContext:
+    """The same that says what of its results depends on who computes, and on how batches are cut."""
+    attributes = AttributeCheck(training.replica, training.workload.loss, log)
+    return replace(training, cut_check=CutCheck(log), attributes=attributes)
 
 
 def stage_replica(
@@ -539,8 +565,7 @@ def stage_replica(
 
 
 def _new_model(workload: Workload, seed: int) -> nn.Module:
-    with forked_rng():
-        torch.default_generator.manual_seed(derive_seed(seed, "weights"))
+    with isolated_rng(seed=derive_seed(seed, "weights")):
         model = workload.new_model()
         give_shapes(model, workload, seed)
         return model

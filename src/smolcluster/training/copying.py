@@ -5,8 +5,10 @@ shared no longer, so that is refused.
 """
 
 import copy
+import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from operator import itemgetter
 from typing import Any
@@ -16,6 +18,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from smolcluster.errors import ConfigError, SmolclusterError, UserCodeError
+
+MOST_COPIED = 1 << 26
+"""Parameters of a model that is copied only to look at something."""
 
 
 class _ByValue(TorchFunctionMode):
@@ -27,6 +32,11 @@ class _ByValue(TorchFunctionMode):
         if func is Tensor.__deepcopy__ and not args[0].is_leaf:
             return args[0].detach().clone()
         return func(*args, **(kwargs or {}))
+
+
+def is_copied_soon(model: nn.Module) -> bool:
+    """Whether a model is small enough to be copied only to look at something."""
+    return sum(each.numel() for each in model.parameters()) <= MOST_COPIED
 
 
 def copied(model: nn.Module) -> nn.Module:
@@ -50,6 +60,14 @@ def copied(model: nn.Module) -> nn.Module:
             "copy.deepcopy refuses, such as a lock; instead of torch.nn.utils.weight_norm use "
             "torch.nn.utils.parametrizations.weight_norm"
         ) from error
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Compile nothing in this block: it would take longer than what is only to be looked at."""
+    is_loaded = "torch._dynamo" in sys.modules
+    with torch.compiler.set_stance("force_eager") if is_loaded else nullcontext():
+        yield
 
 
 def second(model: nn.Module, make: Callable[[], nn.Module] | None) -> nn.Module:
@@ -129,8 +147,20 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _copied(model: nn.Module) -> nn.Module:
+    known: dict[int, Any] = {}
     with _ByValue():
-        return copy.deepcopy(model)
+        made = copy.deepcopy(model, known)
+        for each in model.modules():  # which PyTorch restores without what is in their __slots__
+            for name in _slots_of(each):
+                setattr(known[id(each)], name, copy.deepcopy(getattr(each, name), known))
+    return made
+
+
+def _slots_of(module: nn.Module) -> list[str]:
+    slots = (name for kind in type(module).__mro__ for name in vars(kind).get("__slots__", ()))
+    return [
+        name for name in slots if name not in ("__dict__", "__weakref__") and hasattr(module, name)
+    ]
 
 
 def _refusing(model: nn.Module) -> tuple[str, nn.Module]:

@@ -35,6 +35,10 @@ _REMEDY = (
 
 def modules_of(function: object) -> Iterator[tuple[str, nn.Module]]:
     """The modules that a loss or metric is, or refers to, each with a name: not those within these."""
+    return ((name, each) for name, each in _held_by(function) if isinstance(each, nn.Module))
+
+
+def _held_by(function: object) -> Iterator[tuple[str, nn.Module | Tensor]]:
     known: set[int] = set()
     waiting = [("", function, 0)]
     while waiting:
@@ -42,7 +46,7 @@ def modules_of(function: object) -> Iterator[tuple[str, nn.Module]]:
         if id(thing) in known or depth > _MOST_DEEP:
             continue
         known.add(id(thing))
-        if isinstance(thing, nn.Module):
+        if isinstance(thing, nn.Module | Tensor):
             yield name, thing
         else:
             waiting += [(each, part, depth + 1) for each, part in _parts(thing)]
@@ -64,7 +68,9 @@ def _parts(thing: Any) -> list[tuple[str, Any]]:
     found = [("", owner)] if (owner := getattr(thing, "__self__", None)) is not None else []
     names = getattr(thing, "__globals__", {})
     found += [
-        (name, names[name]) for name in code.co_names if isinstance(names.get(name), nn.Module)
+        (name, names[name])
+        for name in code.co_names
+        if isinstance(names.get(name), nn.Module | Tensor)
     ]
     cells = getattr(thing, "__closure__", None) or ()
     for name, cell in zip(code.co_freevars, cells, strict=False):
@@ -123,14 +129,14 @@ class WatchedLoss:
             named = vars(output) if isinstance(output, SimpleNamespace) else output
             outputs.update(each.grad_fn for each in tensors_in(named))
 
-        before = self._buffers(model)
+        before, names = self._buffers(model), self._names()
         with model.register_forward_hook(note):
             result = self._loss(model, batch)
         now = self._buffers(model)
         total = result[0] if isinstance(result, tuple) and result else result
         if isinstance(total, Tensor) and total.grad_fn is not None:
             self._num_left -= 1
-            self._check(model, total, outputs)
+            self._check(model, total, outputs, names)
             if moved := [name for name, each in now.items() if each != before.get(name)]:
                 raise ConfigError(
                     f"the loss changes its buffers ({a_few(moved)}), which are each process's own, and in no "
@@ -148,27 +154,33 @@ class WatchedLoss:
             if id(each) not in own
         }
 
-    def _check(self, model: nn.Module, total: Tensor, outputs: set[object]) -> None:
+    def _check(
+        self, model: nn.Module, total: Tensor, outputs: set[object], names: dict[int, str]
+    ) -> None:
         """What lies behind the model's outputs is its own: it may stand for what stages have computed."""
         own = {id(each) for each in model.parameters()}
-        others = [each for each in _leaves(total, outputs) if id(each) not in own]
+        others = [
+            each
+            for each in _leaves(total, outputs)
+            if id(each) not in own and (isinstance(each, nn.Parameter) or id(each) in names)
+        ]
         if others:
-            names = self._names()
             named = [names.get(id(each), f"one of shape {tuple(each.shape)}") for each in others]
             raise ConfigError(
                 f"the loss depends on parameters that are not the model's ({a_few(named)}), {_REMEDY}"
             )
 
     def _names(self) -> dict[int, str]:
-        return {
-            id(parameter): f"{name}.{inner}".lstrip(".")
-            for name, module in modules_of(self._loss)
-            for inner, parameter in module.named_parameters()
-        }
+        """Of the parameters and other tensors that the loss refers to."""
+        names = {}
+        for name, held in _held_by(self._loss):
+            inside = held.named_parameters() if isinstance(held, nn.Module) else [("", held)]
+            names.update({id(each): f"{name}.{inner}".strip(".") for inner, each in inside})
+        return names
 
 
-def _leaves(total: Tensor, behind: set[object]) -> Iterator[nn.Parameter]:
-    """The parameters that a backward pass from `total`, not through `behind`, would give a gradient to."""
+def _leaves(total: Tensor, behind: set[object]) -> Iterator[Tensor]:
+    """The leaves that a backward pass from `total`, not through `behind`, would give a gradient to."""
     seen = set(behind)
     waiting: list[Any] = [total.grad_fn]
     while waiting:
@@ -176,8 +188,7 @@ def _leaves(total: Tensor, behind: set[object]) -> Iterator[nn.Parameter]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, nn.Parameter):
+        if isinstance(variable := getattr(node, "variable", None), Tensor):
             yield variable
         waiting.extend(each for each, _ in node.next_functions)
 

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from smolcluster.configs.schema import Precision
 from smolcluster.data.dataset import Batch, Samples
 from smolcluster.data.loading import every_index
-from smolcluster.errors import NonFiniteLoss
+from smolcluster.data.pytree import tensors_in
+from smolcluster.errors import DataError, NonFiniteLoss, UserCodeError
 from smolcluster.training.batches import Doubles, placed
 from smolcluster.training.compute import autocast, trained_dtype
 from smolcluster.training.labels import LabelsSeen, lacks_labels
-from smolcluster.training.replica import DIVERGENCE_REMEDY
+from smolcluster.training.replica import DIVERGENCE_REMEDY, first_non_finite
 from smolcluster.training.workload import (
     LossFunction,
     Metric,
@@ -29,6 +30,8 @@ from smolcluster.utils.units import format_loss
 from smolcluster.utils.user_code import user_code, wrong_result
 
 DEFAULT_BATCH_SIZE = 32
+WITHOUT_GRAPH = "does not require grad"
+"""In PyTorch's error where something is to be differentiated, such as for forces, and gradients are off."""
 LOSS = "loss"
 """What `Totals` call the loss; no metric has its name."""
 Totals = Mapping[str, tuple[float, float]]
@@ -69,13 +72,14 @@ def evaluate(
 ) -> Totals:
     """Evaluate `model`, which lies on `device`, on every sample of a split; sums may be NaN or infinite.
 
-    The model is put into evaluation mode and left there. What it needs gradients for it can compute under
-    `torch.enable_grad`. `batch_size` samples are evaluated at a time. `before_batch` may raise. `dtype`: of
+    The model is put into evaluation mode and left there. Gradients are off, but for a loss or metric that
+    fails for that. `batch_size` samples are evaluated at a time. `before_batch` may raise. `dtype`: of
     samples of floating point; None: that of the model's trained parameters. `doubles`: what is known of
     samples in float64. The loss and each metric are given a batch in containers of their own.
 
     Raises:
         UserCodeError: data, loss or a metric raised an exception, or what one returned is no number.
+        DataError: the loss of some samples is NaN or infinite, and it is not for the weights.
     """
     model.eval()
     seen = LabelsSeen(model)
@@ -86,6 +90,8 @@ def evaluate(
         name: of for name, of in metrics.items() if not isinstance(of, OfLoss)
     }
     sums, counts = dict.fromkeys(measured, 0.0), dict.fromkeys(measured, 0.0)
+    bad: DataError | None = None
+    num_good, has_bad_values = 0, False
     with torch.no_grad(), autocast(precision, device):
         for indices in torch.split(every_index(samples), batch_size):
             before_batch()
@@ -97,11 +103,35 @@ def evaluate(
                 value = partial(_value, measure, what, model, fresh, doubles=doubles, seen=seen)
                 result = doubles.attempt(value, [gathered])
                 total, num_terms = seen.count(result, len(indices), of=measure, what=what)
-                if not math.isfinite(float(total)) and lacks_labels(gathered):
+                is_number = math.isfinite(float(total))
+                if not is_number and lacks_labels(gathered):
                     continue
+                if name == LOSS:
+                    num_good += is_number
+                    if math.isnan(float(total)) and bad is None:
+                        held = _bad_value(gathered)
+                        bad, has_bad_values = _of_samples(indices, held), held is not None
                 sums[name] += float(total)
                 counts[name] += real_count(num_terms, of=measure, what=what)
+    if bad is not None and (num_good or has_bad_values):
+        raise bad
     return {name: (sums[name], counts[name]) for name in measured}
+
+
+def _bad_value(batch: Batch) -> float | None:
+    """The first value of a batch that is NaN or infinite, if there is one."""
+    floats = (each for each in tensors_in(batch) if each.is_floating_point())
+    return next((value for each in floats if (value := first_non_finite(each)) is not None), None)
+
+
+def _of_samples(indices: Tensor, value: float | None) -> DataError:
+    """What is wrong with samples whose loss is NaN; `value`: what they hold that is no number."""
+    why = f"because they hold {value}: leave them out, or mend them"
+    if value is None:
+        why = "that of others is a number: a mean over no terms is none; return (sum, number) of the terms"
+    return DataError(
+        f"the loss of the held-out samples {int(indices[0])} to {int(indices[-1])} is nan, {why}"
+    )
 
 
 def evaluation_of(totals: Totals, metrics: Mapping[str, Metric]) -> Evaluation:
@@ -132,10 +162,20 @@ def _value(
     doubles: Doubles,
     seen: LabelsSeen,
 ) -> Any:
-    """What a loss or metric returns for a batch in containers of its own."""
-    batch = fresh(lowers_doubles=doubles.are_lowered)
-    with user_code(what), seen.watching():
-        return measure(model, batch)
+    """What a loss or metric returns for a batch of its own; with gradients where it takes some itself."""
+
+    def value() -> Any:
+        batch = fresh(lowers_doubles=doubles.are_lowered)
+        with user_code(what), seen.watching():
+            return measure(model, batch)
+
+    try:
+        return value()
+    except UserCodeError as error:
+        if WITHOUT_GRAPH not in str(error.__cause__):
+            raise
+    with torch.enable_grad():
+        return value()
 
 
 def _of_loss(name: str, metric: OfLoss, loss: float) -> float:

@@ -9,7 +9,6 @@ differently, losses say nothing.
 
 import copy
 import math
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from smolcluster.data.marks import MOST_SKETCHED, chosen, mark_of_tensor, reader
 from smolcluster.errors import SmolclusterError
 from smolcluster.training.batches import placed
 from smolcluster.training.buffers import ModelBuffers, kept_attributes
-from smolcluster.training.copying import copied
+from smolcluster.training.copying import copied, is_copied_soon, uncompiled
 from smolcluster.training.criterion import holders_of, modules_of
 from smolcluster.training.layer_seeds import seed_generators
 from smolcluster.training.replica import Replica
@@ -36,8 +35,6 @@ from smolcluster.wire.messages import MAX_LOSS
 
 PATIENCE_S = 0.25
 """How long losses are computed; those that are then not there are not compared."""
-MOST_COPIED = 1 << 26
-"""Parameters of a model that is copied at most."""
 TOLERANCE, LEAST = 1e-2, 1e-4
 """Of a loss, relative and absolute: devices round differently."""
 OF_ITSELF = 1e-4
@@ -88,15 +85,14 @@ def first_losses(workload: Workload, replica: Replica) -> FirstLosses:
 
     There are none of an outline, of samples that only one process has, and where they take too long or fail.
     """
-    samples, numel = workload.train, sum(each.numel() for each in replica.parameters.values())
-    is_elsewhere = isinstance(samples, StreamSamples | Elsewhere)
-    if is_elsewhere or replica.device.type == "meta" or numel > MOST_COPIED:
+    is_elsewhere = isinstance(workload.train, StreamSamples | Elsewhere)
+    if is_elsewhere or replica.device.type == "meta" or not is_copied_soon(replica.model):
         return NO_LOSSES
     with _aside(workload, replica.device), suppress(SmolclusterError, torch.OutOfMemoryError):
         with user_code("model"):
             model = copied(replica.model)
             model.eval()
-        numbers = _numbers(samples)
+        numbers = _numbers(workload.train)
         losses = tuple(_losses(model, workload, replica, numbers))
         flat = replica.params[:: -(-replica.num_params // MOST_SKETCHED) or 1]
         return FirstLosses(mark_of_tensor(flat), numbers, losses)
@@ -112,8 +108,7 @@ def _aside(workload: Workload, device: torch.device) -> Iterator[None]:
         stack.enter_context(kept_attributes(list(holders_of(workload.loss))))
         for _, module in modules_of(workload.loss):
             stack.enter_context(ModelBuffers(module).kept())
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(uncompiled())
         yield
 
 

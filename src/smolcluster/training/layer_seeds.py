@@ -9,10 +9,12 @@ Activation checkpointing calls a layer again during the backward, with the gener
 first time. The seed that they had then tells which call is repeated, and that call's seed is used again.
 """
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -47,9 +49,15 @@ class LayerSeeds:
         self._calls.clear()
 
     def begin(self, place: Place) -> None:
-        """A microbatch begins; what its loss draws before the model is called follows as well."""
+        """A microbatch begins; what its loss draws before the model is called follows as well.
+
+        What is drawn from NumPy's generator and Python's follows from the microbatch alone.
+        """
         self.at(place)
-        seed_generators(self._derived(0, 0), self.device)
+        seed = self._derived(0, 0)
+        seed_generators(seed, self.device)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
 
     def forget(self) -> None:
         """A step has ended: none of its layers is computed again."""

@@ -5,6 +5,7 @@ EDP with one worker and an update interval of 1 takes exactly these steps.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from smolcluster.configs.schema import TrainConfig
 from smolcluster.data.permutation import EpochOrders, Range, global_batches
@@ -86,6 +87,7 @@ def training_steps(
         except NonFiniteLoss as error:
             raise NonFiniteLoss(f"step {step}: {error}") from error
         replica.buffers.find()
+        training.examine(partial(training.few, indices, epoch, start))
         norms = layer_norms()
         grad_norm = replica.clip(train.gradient_clipping)
         before_step()

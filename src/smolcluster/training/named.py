@@ -20,7 +20,7 @@ from smolcluster.configs.begun import content_hash, files_digest
 from smolcluster.configs.function_name import FunctionName, check_workload_args
 from smolcluster.errors import ConfigError
 from smolcluster.training.workload import UNNAMED, Workload
-from smolcluster.utils.isolated_rng import forked_rng
+from smolcluster.utils.isolated_rng import isolated_rng
 from smolcluster.utils.seed import derive_seed
 from smolcluster.utils.user_code import user_code
 from smolcluster.utils.words import hint_at, one_line
@@ -36,17 +36,18 @@ def load_named(name: str, args: Mapping[str, Any], seed: int) -> Workload:
 
     They are of its module and of all that was imported from that one's folders, as it was imported.
 
-    PyTorch's generators are seeded for it, so that it makes the same on every machine.
+    The generators of PyTorch, NumPy and Python are seeded for its module and for it, so that it makes the
+    same on every machine.
 
     Raises:
         ConfigError: there is no such function, it does not take these arguments, or makes no workload.
         UserCodeError: it, or what it is imported with, raises an exception.
     """
     parsed = FunctionName.parse(name)
-    function, folders = _find(parsed)
-    arguments = checked_arguments(function, args, parsed.text)
-    with forked_rng():
-        torch.manual_seed(derive_seed(seed, "workload"))
+    with isolated_rng(seed=derive_seed(seed, "workload", "module")):
+        function, folders = _find(parsed)
+        arguments = checked_arguments(function, args, parsed.text)
+        torch.manual_seed(derive_seed(seed, "workload"))  # the module may have been imported before
         with user_code(parsed.function):
             workload = function(**arguments)
     if not isinstance(workload, Workload):

@@ -311,9 +311,11 @@ class Replica:
     def evaluating(self) -> Iterator[nn.Module]:
         """Lend the model itself a copy of the weights of now, or of their average, to be evaluated.
 
-        After the block the model is as before: its weights, gradients, modes, and its buffers' values.
+        After the block the model is as before: its weights, gradients, modes, what of it is trained, and its
+        buffers' values.
         """
         modes = modes_of(self.model)
+        trained = {each: each.requires_grad for each in self.parameters.values()}
         with self.buffers.kept():
             try:
                 self.lend(self.evaluated.clone(), self.model)
@@ -324,6 +326,8 @@ class Replica:
                         self.model.train()  # it may undo then what it has done to its weights
                 finally:
                     self._into_flat()
+                    for each, is_trained in trained.items():
+                        each.requires_grad_(is_trained)
                     self.watch.forget_frozen()
                     restore_modes(modes)
 
@@ -341,10 +345,18 @@ class Replica:
         """Let `model`, this one or a copy, have `flat` (num_params,), laid out as `params`, as its weights.
 
         It has no gradients then.
+
+        Raises:
+            ConfigError: a copy has not all of its parameters.
         """
         parameters = {plain_name(name): each for name, each in model.named_parameters()}
         for name, place in self.layers:
-            parameter = parameters[name]
+            parameter = parameters.get(name)
+            if parameter is None:
+                raise ConfigError(
+                    f"model: parameter {name} is gone in evaluation mode: eval() must leave parameters where "
+                    "they are, and may keep what it makes of them elsewhere"
+                )
             parameter.data = flat[place].view(parameter.shape)
             parameter.grad = None
 
@@ -359,6 +371,11 @@ def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         (plain_name(name), param) for name, param in model.named_parameters() if param.requires_grad
     ]
     _check_dense(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ConfigError(
+            "model: it is a torch.jit.ScriptModule, whose layers cannot be watched: give the module itself, "
+            "or torch.compile(model)"
+        )
     for name, param in found:
         check_type(name, param)
         first_name, first = found[0]

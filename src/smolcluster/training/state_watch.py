@@ -167,8 +167,13 @@ class StateWatch:
         self._marks.clear()
 
     def _look_at_places(self) -> dict[str, nn.Parameter]:
-        """The parameters by name; tied ones more than once."""
-        return dict(self._model.named_parameters(remove_duplicate=False))
+        """The parameters by name; tied ones more than once. The model's own methods may leave some out."""
+        return {
+            f"{path}.{name}".lstrip("."): parameter
+            for path, module in nn.Module.named_modules(self._model, remove_duplicate=False)
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        }
 
     def _check_places(self) -> None:
         places = self._look_at_places()

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -232,10 +233,8 @@ def count_terms(result: Any, num_samples: int, *, of: LossFunction, what: str = 
     match result:
         case Tensor() if result.numel() == 1:
             return result.reshape(()) * num_samples, num_samples
-        case (Tensor() as total, int() | float() | Tensor() as count) if _is_one(total) and _is_one(
-            count
-        ):
-            return total.reshape(()), count
+        case (Tensor() as total, Real() | Tensor() as count) if _is_one(total) and _is_one(count):
+            return total.reshape(()), count if isinstance(count, Tensor) else float(count)
     raise wrong_result(
         what,
         of,
@@ -256,7 +255,7 @@ def real_count(count: float | Tensor, *, of: LossFunction, what: str = "loss") -
     return number
 
 
-def _is_one(value: float | Tensor) -> bool:
+def _is_one(value: Real | Tensor) -> bool:
     return not isinstance(value, Tensor) or value.numel() == 1
 
 

@@ -453,6 +453,20 @@ def test_a_stream_that_ends_too_soon_says_so() -> None:
         read(samples, 0, 3, 4)
 
 
+def test_a_stream_that_does_not_begin_anew_is_told_so() -> None:
+    class Once(IterableDataset[Any]):
+        left = iter(range(6))
+
+        def __iter__(self) -> Iterator[int]:
+            return self.left
+
+    samples = samples_of(Once())
+    assert isinstance(samples, StreamSamples)
+    assert samples.num_samples == 6
+    with pytest.raises(DataError, match=r"no sample in epoch 1: .*begin anew"):
+        read(samples, 0, 0)
+
+
 def test_what_can_be_gone_through_only_once_is_refused() -> None:
     with pytest.raises(ConfigError, match="a generator, which can be gone through only once"):
         samples_of((number for number in range(5)), samples_per_epoch=5)

@@ -124,6 +124,13 @@ def test_a_tensor_that_is_a_view_or_has_a_gradient_arrives_by_its_values() -> No
     assert torch.equal(sent(whole.T[1:3]), whole.detach().T[1:3])
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_cannot_be_sent() -> None:
+    batch = {"image": torch.nested.as_nested_tensor([torch.ones(1), torch.ones(2)])}
+    with pytest.raises(DataError, match=r'batch\["image"\] is a tensor.*make it dense'):
+        encode(batch)
+
+
 @pytest.mark.parametrize(
     ("batch", "told"),
     [

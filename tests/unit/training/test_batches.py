@@ -88,6 +88,8 @@ def test_each_reader_gets_the_same_kinds_of_containers_of_its_own(name: str) -> 
     assert all(one.dtype is other.dtype for one, other in given)
     if isinstance(batch, list | dict | Bag):
         assert own is not batch
+    shared = {each.data_ptr() for each in tensors_in(batch) if each.numel()}
+    assert not shared.intersection(each.data_ptr() for each in tensors_in(own))
     assert getattr(own, "note", None) == getattr(batch, "note", None)
     if type(batch) is OrderedDict:
         own.pop("b")
@@ -187,7 +189,9 @@ def test_another_error_of_the_loss_is_the_users() -> None:
 def test_a_metric_gets_the_batch_that_the_loss_got() -> None:
     def popping(model: nn.Module, batch: Any) -> Tensor:
         target = batch.pop("target")
-        return functional.mse_loss(model(batch["inputs"])[:, 0], target)
+        found = functional.mse_loss(model(batch["inputs"])[:, 0], target)
+        target.zero_()
+        return found
 
     def metric(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
         return batch.pop("target").sum(), 1

@@ -76,6 +76,22 @@ def test_a_model_that_holds_tensors_of_a_graph_is_copied(make: Callable[[], nn.M
     assert not torch.equal(copy(inputs), model(inputs))
 
 
+class Slotted(nn.Linear):
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.scale = torch.ones(2)
+
+
+def test_what_lies_in_slots_is_copied_as_well() -> None:
+    model = nn.ModuleDict({"inner": Slotted()})
+    made = copied(model).get_submodule("inner")
+    assert isinstance(made, Slotted)
+    assert torch.equal(made.scale, torch.ones(2))
+    assert made is not model["inner"]
+
+
 def test_a_model_that_cannot_be_copied_is_made_again_with_the_same_state() -> None:
     model, inputs = Locked(), torch.randn(4, 3)
     other = second(model, Locked)

@@ -51,6 +51,11 @@ def hidden() -> Loss:
     return lambda model, batch: (arcs["deep"]["deeper"][0](model, batch), 1)
 
 
+def tempered() -> Loss:
+    temperature = torch.ones((), requires_grad=True)
+    return lambda model, batch: functional.cross_entropy(model(batch[0]) * temperature, batch[1])
+
+
 def weighed(scale: nn.Module, model: nn.Module, batch: Any) -> Tensor:
     return functional.cross_entropy(scale(model(batch[0])), batch[1])
 
@@ -69,6 +74,7 @@ def test_a_loss_that_is_a_module_with_parameters_is_refused_at_once(loss: Loss) 
         (of_global, "GLOBAL.weight"),
         (partial(weighed, nn.Linear(4, 8)), "weight"),
         (hidden(), "one of shape (8, 4)"),
+        (tempered(), "temperature"),
     ],
 )
 def test_parameters_that_only_the_loss_knows_are_found_in_its_first_value(

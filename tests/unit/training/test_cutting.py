@@ -1,7 +1,9 @@
 """What is said of losses that depend on how a batch is cut, and what a part weighs."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,19 +65,73 @@ def broken_in_evaluation(model: nn.Module, batch: Any) -> Tensor:
     return mean(model, batch)
 
 
+class Experts(nn.Module):
+    """Balances its experts in training alone, by the product of two means over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.out = nn.Linear(6, 3), nn.Linear(6, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        chances = self.gate(inputs).softmax(1)
+        chosen = functional.one_hot(chances.argmax(1), 3).float()
+        self.balance = 3 * (chosen.mean(0) * chances.mean(0)).sum() if self.training else 0.0
+        out: Tensor = self.out(inputs)
+        return out
+
+
+def balanced(model: Any, batch: Any) -> Tensor:
+    loss: Tensor = mean(model, batch) + model.balance
+    return loss
+
+
+class Noisy(nn.Linear):
+    """Disturbs its outputs in training, with a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 2)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = super().forward(inputs)
+        noise = torch.randn(outputs.shape, generator=self.generator)
+        return outputs + noise if self.training else outputs
+
+
+class Remembering(nn.Module):
+    """What its last samples were, and how they are on average."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names, self.out = names, nn.Linear(6, 2)
+        for name in names:
+            dtype = torch.bfloat16 if name == "coarse" else torch.float32
+            shape = (9, 6) if name == "queue" else (6,)
+            self.register_buffer(name, torch.zeros(shape, dtype=dtype))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            for name in self.names:
+                kept: Tensor = getattr(self, name)
+                if name == "queue":
+                    kept.copy_(torch.cat((inputs, kept))[: len(kept)])
+                else:
+                    kept.lerp_(inputs.mean(0).to(kept.dtype), 0.1)
+        out: Tensor = self.out(inputs)
+        return out
+
+
 def training(
-    loss: LossFunction, microbatch: int | None, labels: Tensor | None = None
+    loss: LossFunction,
+    microbatch: int | None,
+    labels: Tensor | None = None,
+    make: Callable[[], nn.Module] = model,
 ) -> TrainingContext:
     torch.manual_seed(0)
-    workload = Workload(model, loss, rows(labels))
-    log = logging.getLogger("smolcluster.test")
-    return TrainingContext(
-        workload,
-        Replica(workload.new_model(), "sgd"),
-        1,
-        Microbatching(microbatch),
-        cut_check=CutCheck(log),
-    )
+    workload = Workload(make, loss, rows(labels))
+    replica = Replica(workload.new_model(), "sgd")
+    check = CutCheck(logging.getLogger("smolcluster.test"))
+    return TrainingContext(workload, replica, 1, Microbatching(microbatch), cut_check=check)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +155,37 @@ def test_a_loss_that_depends_on_the_cut_is_told_of_once(
     told = [each.getMessage() for each in caplog.records]
     assert len(told) == is_said
     assert all("batch: whole" in each and "(sum, number)" in each for each in told)
+
+
+@pytest.mark.parametrize(
+    ("make", "loss", "words"),
+    [
+        (Experts, balanced, ["the loss of 8 samples", "batch: whole"]),
+        (partial(Remembering, "queue", "mean"), mean, ["buffers (queue)", "batch: whole"]),
+        (partial(Remembering, "mean", "coarse"), mean, []),
+        (Noisy, mean, []),
+    ],
+    ids=["a loss in training alone", "a queue", "a running mean", "noise"],
+)
+def test_what_depends_on_the_cut_in_training_alone_is_told_of(
+    make: Callable[[], nn.Module],
+    loss: LossFunction,
+    words: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    context = training(loss, 8, make=make)
+    kept = {name: each.clone() for name, each in context.replica.model.named_buffers()}
+    context.compute(context.order(0))
+    told = [each.getMessage() for each in caplog.records]
+    assert len(told) == bool(words)
+    assert [word for word in words if word not in told[0]] == []
+    quiet = training(loss, 8, make=make)
+    assert quiet.cut_check is not None
+    quiet.cut_check.is_done = True
+    quiet.compute(quiet.order(0))
+    for name, each in context.replica.model.named_buffers():
+        assert torch.equal(each, quiet.replica.model.get_buffer(name))
+        assert not torch.equal(each, kept[name])
 
 
 def test_a_class_that_no_first_sample_has_is_told_of_once_it_comes(

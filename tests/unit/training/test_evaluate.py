@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from computing import PERPLEXITY, evaluated
 from smolcluster.data.dataset import Split
-from smolcluster.errors import NonFiniteLoss
+from smolcluster.errors import DataError, NonFiniteLoss
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 30, 1024])
@@ -28,6 +28,40 @@ def test_weights_that_have_diverged_are_an_error() -> None:
     model.weight.data.fill_(math.inf)
     with pytest.raises(NonFiniteLoss, match=r"validation loss is nan.*lower learning_rate"):
         evaluated(model, Split(torch.randn(5, 4), torch.zeros(5, dtype=torch.int64)))
+
+
+@pytest.mark.parametrize("bad", ["samples", "a mean over no terms"])
+def test_samples_that_have_no_loss_are_named_and_not_the_weights_blamed(bad: str) -> None:
+    split = Split(torch.randn(30, 4), torch.randint(0, 3, (30,)))
+    split.inputs[13] = math.nan if bad == "samples" else 0.0
+    split.targets[10:15] = 255 if bad != "samples" else 0
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return functional.cross_entropy(model(batch[0]), batch[1], ignore_index=255)
+
+    words = "they hold nan" if bad == "samples" else r"no terms.*\(sum, number\)"
+    with pytest.raises(DataError, match=rf"held-out samples 10 to 14 is nan.*{words}"):
+        evaluated(nn.Linear(4, 3), split, {}, 5, loss)
+
+
+def test_a_loss_that_takes_gradients_itself_is_evaluated() -> None:
+    """As forces are those of an energy; where nothing is differentiated, gradients are off."""
+    split = Split(torch.randn(6, 4), torch.zeros(6, dtype=torch.int64))
+    seen = []
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        inputs = batch[0].requires_grad_()
+        [forces] = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+        return forces.square().mean()
+
+    def metric(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+        seen.append(torch.is_grad_enabled())
+        return model(batch[0]).sum(), 1
+
+    model = nn.Linear(4, 1)
+    found = evaluated(model, split, {"sum": metric}, 3, loss)
+    assert found.loss == pytest.approx(model.weight.square().mean().item())
+    assert seen == [False, False]
 
 
 def test_a_double_precision_model_takes_single_precision_data() -> None:

@@ -1,9 +1,11 @@
 """Dropout masks of stages are those of one process that computes the same microbatches."""
 
+import random
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -235,6 +237,22 @@ def test_each_pass_of_one_loss_has_masks_of_its_own() -> None:
     seen.clear()
     training.compute(torch.arange(NUM_SAMPLES), EPOCH, START)
     assert all(torch.equal(*both) for both in zip(seen, again, strict=True))
+
+
+def test_draws_of_numpy_and_python_follow_from_seed_and_place_alone() -> None:
+    drawn: list[float] = []
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        drawn.extend([random.random(), np.random.rand()])  # noqa: S311
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    workload = Workload(sequential().maker, loss, rows(6))
+    training = TrainingContext(workload, Replica(whole(workload), "sgd"), SEED, Microbatching(None))
+    for start in (START, 0, START):
+        training.compute(torch.arange(NUM_SAMPLES), EPOCH, start)
+        random.random()  # noqa: S311 - so does somebody else
+    assert drawn[:2] == drawn[4:]
+    assert len(set(drawn)) == 4
 
 
 class Checkpointed(nn.Sequential):

@@ -71,9 +71,7 @@ def test_the_batch_is_halved_until_it_fits_and_that_is_remembered(error: Any) ->
     indices = torch.arange(16)
     loss = training.compute(indices)
     assert memory.sizes[:6] == [16, 8, 4, 4, 4, 4]
-    assert sorted(memory.sizes[6:]) == [1, 3, 4, 4], (
-        "looked at afterwards: what fits, whole and cut"
-    )
+    assert set(memory.sizes[6:]) == {1, 3, 4}, "looked at afterwards: what fits, whole and cut"
     assert training.microbatch.size == 4
     assert [line.partition(": f")[0] for line in lines] == [
         "WARNING out of memory with 16 samples at once",

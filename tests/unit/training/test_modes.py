@@ -8,7 +8,10 @@ import torch
 from torch import nn
 
 from smolcluster.errors import ConfigError, UserCodeError
+from smolcluster.training.build import TrainingContext
 from smolcluster.training.modes import begin_training, evaluating, move
+from smolcluster.training.replica import Replica
+from smolcluster.training.workload import Workload
 
 CPU = torch.device("cpu")
 
@@ -84,3 +87,33 @@ def test_what_to_returns_is_ignored_and_it_has_to_move_the_module() -> None:
     move(MovesNothing(), CPU)
     with pytest.raises(ConfigError, match=r"body\.0\.weight is on cpu after MovesNothing\.to"):
         move(MovesNothing(), torch.device("meta"))
+
+
+class Silent(nn.Linear):
+    """Overrides methods as old code does: they return nothing, and take what they took once."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+
+    def to(self, *where: Any, **told: Any) -> None:  # type: ignore[override]
+        super().to(*where, **told)
+
+    def train(self, mode: bool = True) -> None:  # type: ignore[override]
+        super().train(mode)
+
+    def eval(self) -> None:  # type: ignore[override]
+        self.train(False)
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True) -> Any:  # type: ignore[override]
+        return super().named_parameters(prefix, recurse)
+
+
+def test_a_model_whose_own_methods_return_nothing_is_trained_and_evaluated() -> None:
+    data = list(torch.randn(6, 4))
+    workload = Workload(Silent, lambda model, batch: model(batch).square().mean(), data, data)
+    training = TrainingContext(workload, Replica(workload.new_model(), "sgd"), 1)
+    training.compute(torch.arange(6))
+    for model in (None, training.new_copy()):
+        evaluation = training.evaluate(model)
+        assert evaluation is not None
+        assert evaluation.loss > 0

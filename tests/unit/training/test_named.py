@@ -201,6 +201,26 @@ def test_the_same_name_is_loaded_twice_from_one_module(tmp_path: Path) -> None:
     assert torch.equal(*weights), "the function draws from the run's seed"
 
 
+def test_what_module_and_function_draw_is_the_same_in_each_process(tmp_path: Path) -> None:
+    """Also from the generators of NumPy and Python."""
+    file = write(
+        tmp_path / "our_train.py",
+        imports="""
+import random
+import numpy as np
+drawn = [torch.rand(1).item(), np.random.rand(), random.random()]
+""",
+    )
+    draws = "drawn.extend([torch.rand(1).item(), np.random.rand(), random.random()])"
+    file.write_text(file.read_text().replace("made.append(locals())", draws))
+    found = []
+    for _ in range(2):
+        load(f"{file}:workload")
+        found.append(sys.modules.pop("our_train").drawn)
+    assert len(set(found[0])) == 6
+    assert found[0] == found[1]
+
+
 def test_the_hash_is_of_the_file_and_of_what_it_imports_from_its_folder(tmp_path: Path) -> None:
     hashes = {}
     for folder, end, size in (("a", "\n", 5), ("b", "\r\n", 5), ("c", "\n", 6)):

@@ -2,6 +2,7 @@ import math
 import re
 import threading
 from contextlib import suppress
+from typing import Self
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ def test_the_models_parameters_and_gradients_are_views_of_the_flat_tensors() -> 
     for name, place in replica.layers:
         parameter = replica.model.get_parameter(name)
         assert parameter.grad is not None
+        assert parameter.requires_grad
         assert parameter.data_ptr() == replica.params[place].data_ptr()
         assert parameter.grad.data_ptr() == replica.grads[place].data_ptr()
     assert replica.layers[-1][1].stop == replica.num_params == 6 * 8 + 8 + 8 * 3 + 3
@@ -283,6 +285,7 @@ def test_a_model_that_was_evaluated_is_as_before_whatever_it_does_then(
     with suppress(KeyError), replica.evaluating() as lent:
         seen = torch.cat([each.detach().flatten() for each in (model.fc.weight, model.fc.bias)])
         lent.eval()(torch.randn(2, 3)).sum().backward()
+        lent.requires_grad_(False)
         if error is not None:
             raise error
     assert lent is model
@@ -293,6 +296,7 @@ def test_a_model_that_was_evaluated_is_as_before_whatever_it_does_then(
     for name, place in replica.layers:
         parameter = model.get_parameter(name)
         assert parameter.grad is not None
+        assert parameter.requires_grad
         assert parameter.data_ptr() == replica.params[place].data_ptr()
         assert parameter.grad.data_ptr() == replica.grads[place].data_ptr()
     assert not replica.grads.any()
@@ -300,6 +304,19 @@ def test_a_model_that_was_evaluated_is_as_before_whatever_it_does_then(
     assert not model.mean.any()
     assert model.flag is flag
     assert not model.flag
+
+
+class Merging(nn.Linear):
+    """Merges itself for evaluation, and drops what it was trained as."""
+
+    def eval(self) -> Self:
+        del self.weight
+        return super().eval()
+
+
+def test_a_model_without_its_parameters_in_evaluation_mode_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"weight is gone in evaluation mode: eval\(\)"):
+        Replica(Merging(3, 2), "sgd").copy_model()
 
 
 def test_parts_of_a_step_move_the_average_as_the_whole_step_does() -> None:

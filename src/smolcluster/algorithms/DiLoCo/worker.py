@@ -189,6 +189,7 @@ class Worker:
         loss = self.compute(lease)
         self.scale.note(loss.overflow)
         self.replica.buffers.find()
+        lease.examine(self.training, loss=False, buffers=True)
         if is_repeat:
             self.replica.buffers.put(buffers)
         is_gradient = lease.assignment.is_gradient

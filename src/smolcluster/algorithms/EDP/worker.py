@@ -116,6 +116,7 @@ class Worker:
             self.scale.note(loss.overflow)
             buffers = self.replica.buffers.difference()
             compute_s = time.perf_counter() - started
+            lease.examine(self.training, loss=False, buffers=True)
             if self.mixing:
                 self.step_alone(learning_rate, loss)
                 self.stepped = self.replica.snapshot(self.stepped)

@@ -151,8 +151,9 @@ class Worker:
             except NonFiniteLoss as error:
                 raise NonFiniteLoss(f"step {self.version + 1}: {error}") from error
             compute_s = time.perf_counter() - started
-            if self.is_first_part(task) and task.num_samples < task.assignment.batch_samples:
-                self.check_cutting(task)
+            if self.is_first_part(task):
+                is_cut = task.num_samples < task.assignment.batch_samples
+                task.examine(self.training, loss=is_cut, buffers=is_cut)
             self.num_computed += task.num_samples
             self.hear()
         if self.is_wanted(task):
@@ -162,13 +163,6 @@ class Worker:
             self.push(task, loss, compute_s)
         else:
             self.skip(task.lease, compute_s)
-
-    def check_cutting(self, task: Assigned) -> None:
-        """Say once if the loss of this part is another one when it is computed in two."""
-        if task.assignment.batch_nbytes is None:
-            self.training.check_cutting_samples(task.indices, task.lease.epoch, task.lease.start)
-        else:
-            self.training.check_cutting_batch(task.batch, task.num_samples)
 
     def is_first_part(self, task: Assigned) -> bool:
         """Whether the task begins a step's batch: of a step's workers one has it."""

@@ -46,7 +46,7 @@ def outline(workload: Workload) -> nn.Module:
     """
     model, tape = _recorded(workload)
     if tape is None:
-        model = model.to("meta")
+        model.to("meta")
     return model
 
 

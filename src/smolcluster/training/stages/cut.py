@@ -83,7 +83,8 @@ def layers_of(
         ConfigError: nobody says, or a layer's buffers change as it computes.
         UserCodeError: who says raised an exception, or returned no modules.
     """
-    own: CutModel | None = cut or getattr(type(model), "stages", None)
+    theirs = getattr(type(model), "stages", None)  # it may be something else, such as a number
+    own: CutModel | None = cut or (theirs if callable(theirs) else None)
     if own is None and isinstance(model, nn.Sequential):
         return _checked(list(model.children()))
     if own is None and may_be_one:

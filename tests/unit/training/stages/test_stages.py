@@ -168,6 +168,10 @@ def test_a_model_that_cannot_be_cut_is_refused(
             super().__init__()
             self.layer = nn.Linear(6, 3)
 
+        @property
+        def stages(self) -> int:
+            return 1
+
     with pytest.raises(error, match=words.replace("(", r"\(")):
         build_stage(workload(Plain, **said), 0, 1, SEED, CPU)
 
