@@ -6,9 +6,10 @@ shared no longer, so that is refused.
 
 import copy
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from operator import itemgetter
 from typing import Any
@@ -62,12 +63,33 @@ def copied(model: nn.Module) -> nn.Module:
         ) from error
 
 
-@contextmanager
-def uncompiled() -> Iterator[None]:
-    """Compile nothing in this block: it would take longer than what is only to be looked at."""
-    is_loaded = "torch._dynamo" in sys.modules
-    with torch.compiler.set_stance("force_eager") if is_loaded else nullcontext():
-        yield
+class _Uncompiled:
+    """Lets the process compile nothing while a block of any thread is open.
+
+    PyTorch's own block puts back what it found, which of two that overlap may be the other's.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_open, self._stance = 0, ExitStack()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Compile nothing in this block: it would take longer than what is only to be looked at."""
+        with self._lock:
+            self._num_open += 1
+            if self._num_open == 1 and "torch._dynamo" in sys.modules:
+                self._stance.enter_context(torch.compiler.set_stance("force_eager"))
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_open -= 1
+                if not self._num_open:
+                    self._stance.close()
+
+
+uncompiled = _Uncompiled()
 
 
 def second(model: nn.Module, make: Callable[[], nn.Module] | None) -> nn.Module:

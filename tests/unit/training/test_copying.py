@@ -3,6 +3,7 @@
 import threading
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from harness import digits_config
 from smolcluster.configs.schema import DatasetPlace
 from smolcluster.errors import ConfigError, UserCodeError
 from smolcluster.training.build import build
-from smolcluster.training.copying import check_apart, copied, second
+from smolcluster.training.copying import check_apart, copied, second, uncompiled
 from smolcluster.training.replica import Replica
 from smolcluster.training.workload import Workload
 
@@ -154,3 +155,23 @@ def test_what_is_evaluated_beside_training_is_made_again_where_it_cannot_be_copi
     inputs, other = torch.randn(4, 3), training.new_copy()
     assert other is not training.replica.model
     assert torch.equal(other(inputs), training.replica.model(inputs))
+
+
+def test_blocks_that_compile_nothing_may_overlap() -> None:
+    """As those of two threads do: the one that began first ends first."""
+    compiled: list[int] = []
+
+    def count(graph: Any, _inputs: object) -> Any:
+        compiled.append(1)
+        return graph
+
+    double = torch.compile(lambda x: 2 * x, backend=count)
+    first, second = uncompiled(), uncompiled()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    double(torch.ones(2))
+    assert not compiled
+    second.__exit__(None, None, None)
+    double(torch.ones(2))
+    assert compiled
