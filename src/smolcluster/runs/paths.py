@@ -258,6 +258,6 @@ def find_run(root: Path, name: str = LATEST) -> RunPaths:
         older = "… " if len(known) > NUM_SHOWN else ""
         missing = "no run that has begun" if name == LATEST else f"no run {name!r}"
         names = f"{older}{', '.join(known[-NUM_SHOWN:])}"
-        first = f"none: {as_command('launch', '--help')} tells how to begin one"
+        first = f"none; {as_command('launch', '--help')} tells how to begin one"
         raise ConfigError(f"{missing} under {root} (known: {names or first})")
     return RunPaths(folder.resolve())

@@ -115,7 +115,7 @@ def test_a_place_that_cannot_be_written_is_named_with_the_remedy(tmp_path: Path)
 
 
 def test_an_unknown_run_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no run that has begun .*launch edp --local"):
+    with pytest.raises(ConfigError, match=r"no run that has begun .*launch --help"):
         find_run(tmp_path)
     create_run(tmp_path, "edp-1")
     with pytest.raises(ConfigError, match=r"no run 'edp-9' .*known: edp-1\)"):
