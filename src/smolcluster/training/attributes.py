@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from smolcluster.errors import SmolclusterError
+from smolcluster.training.batches import apart
 from smolcluster.training.buffers import SINGLE, kept_attributes
 from smolcluster.training.copying import uncompiled
 from smolcluster.training.criterion import holders_of, modules_of
@@ -85,7 +86,7 @@ class AttributeCheck:
             def value() -> Tensor:
                 seen = LabelsSeen(model)
                 with kept_attributes(self._owners), seen.watching():
-                    result = loss(model, replica.placed(batch))
+                    result = loss(model, apart(replica.placed(batch)))
                 total, number = seen.count(result, few.num_samples, of=loss)
                 return total / number
 

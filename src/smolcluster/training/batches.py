@@ -1,4 +1,4 @@
-"""A batch of samples on its way to a user's functions: on their device, and in memory of its own."""
+"""A batch of samples on its way to a user's functions: on their device, and in containers of their own."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -19,18 +19,23 @@ T = TypeVar("T")
 def placed(
     batch: Batch, device: torch.device, dtype: torch.dtype, *, lowers_doubles: bool = True
 ) -> Batch:
-    """A copy of the batch with its tensors on `device`, in containers of its kinds.
+    """The batch with its tensors on `device`, in fresh containers of its kinds.
 
-    What is given it may alter them, as by normalising in place: they may be wanted once more. Real numbers
-    become `dtype`, that of the parameters. Without `lowers_doubles` those of more precision stay as they are
-    (times in float64, say), but where the parameters have half precision.
+    Real numbers become `dtype`, that of the parameters. Without `lowers_doubles` those of more precision stay
+    as they are (times in float64, say), but where the parameters have half precision.
     """
 
     def move(tensor: Tensor) -> Tensor:
-        taken = _taken(tensor.dtype, dtype, lowers_doubles=lowers_doubles)
-        return tensor.to(device, taken, copy=True)
+        return tensor.to(device, _taken(tensor.dtype, dtype, lowers_doubles=lowers_doubles))
 
     return map_tensors(batch, move, partial(_moved, device=device))
+
+
+def apart(batch: Batch) -> Batch:
+    """The batch in memory of its own, for one that is wanted again: a loss may normalise it in place."""
+    return map_tensors(
+        batch, Tensor.clone, lambda node: node.copy() if isinstance(node, np.ndarray) else node
+    )
 
 
 def _taken(given: torch.dtype, taken: torch.dtype, *, lowers_doubles: bool) -> torch.dtype:
@@ -40,9 +45,7 @@ def _taken(given: torch.dtype, taken: torch.dtype, *, lowers_doubles: bool) -> t
 
 
 def _moved(node: Any, device: torch.device) -> Any:
-    """An object on the device, where it says how it gets there; an array in memory of its own."""
-    if isinstance(node, np.ndarray):
-        return node.copy()
+    """An object on the device, where it says how it gets there."""
     moves = getattr(node, "to", None)
     return moves(device) if callable(moves) and device.type != "cpu" else node
 

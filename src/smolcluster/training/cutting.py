@@ -27,6 +27,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from smolcluster.data.dataset import Batch
 from smolcluster.errors import SmolclusterError
+from smolcluster.training.batches import apart
 from smolcluster.training.buffers import ModelBuffers, kept_attributes
 from smolcluster.training.copying import copied, is_copied_soon, uncompiled
 from smolcluster.training.criterion import holders_of
@@ -99,7 +100,7 @@ class CutCheck:
             batch = few.gather(places, next(numbers))
             seen, buffers = LabelsSeen(model), ModelBuffers(model)
             with kept_attributes(holders_of(loss)), seen.watching():
-                result = loss(model, replica.placed(batch))
+                result = loss(model, apart(replica.placed(batch)))
             total, number = seen.count(result, places.stop - places.start, of=loss)
             if not model.training:
                 return Outcome(float(total), float(number))

@@ -15,7 +15,7 @@ from smolcluster.data.dataset import Batch, Samples
 from smolcluster.data.loading import every_index
 from smolcluster.data.pytree import tensors_in
 from smolcluster.errors import DataError, NonFiniteLoss, UserCodeError
-from smolcluster.training.batches import Doubles, placed
+from smolcluster.training.batches import Doubles, apart, placed
 from smolcluster.training.compute import autocast, trained_dtype
 from smolcluster.training.labels import LabelsSeen, lacks_labels
 from smolcluster.training.replica import DIVERGENCE_REMEDY, first_non_finite
@@ -165,7 +165,7 @@ def _value(
     """What a loss or metric returns for a batch of its own; with gradients where it takes some itself."""
 
     def value() -> Any:
-        batch = fresh(lowers_doubles=doubles.are_lowered)
+        batch = apart(fresh(lowers_doubles=doubles.are_lowered))
         with user_code(what), seen.watching():
             return measure(model, batch)
 

@@ -9,17 +9,16 @@ Activation checkpointing calls a layer again during the backward, with the gener
 first time. The seed that they had then tells which call is repeated, and that call's seed is used again.
 """
 
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from smolcluster.data.dataset import Place
+from smolcluster.utils.isolated_rng import seed_python
 from smolcluster.utils.seed import derive_seed
 
 LOSS = -1
@@ -56,8 +55,7 @@ class LayerSeeds:
         self.at(place)
         seed = self._derived(0, 0)
         seed_generators(seed, self.device)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        seed_python(seed)
 
     def forget(self) -> None:
         """A step has ended: none of its layers is computed again."""

@@ -13,8 +13,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
-import torch
-
 from smolcluster.configs.argument_types import checked_argument
 from smolcluster.configs.begun import content_hash, files_digest
 from smolcluster.configs.function_name import FunctionName, check_workload_args
@@ -46,10 +44,10 @@ def load_named(name: str, args: Mapping[str, Any], seed: int) -> Workload:
     parsed = FunctionName.parse(name)
     with isolated_rng(seed=derive_seed(seed, "workload", "module")):
         function, folders = _find(parsed)
-        arguments = checked_arguments(function, args, parsed.text)
-        torch.manual_seed(derive_seed(seed, "workload"))  # the module may have been imported before
-        with user_code(parsed.function):
-            workload = function(**arguments)
+    arguments = checked_arguments(function, args, parsed.text)
+    # apart, for the module may have been imported before
+    with isolated_rng(seed=derive_seed(seed, "workload")), user_code(parsed.function):
+        workload = function(**arguments)
     if not isinstance(workload, Workload):
         kind = type(workload).__name__
         raise ConfigError(

@@ -44,7 +44,8 @@ def as_raised(error: BaseException) -> BaseException:
 
     Such is what pydantic makes of it while it builds a schema, which it does as modules are imported.
     """
-    found = _AS_TEXT.search(str(error))
+    is_pydantics = type(error).__module__.startswith("pydantic")
+    found = _AS_TEXT.search(str(error)) if is_pydantics else None
     return error if found is None else Interrupted(signal.Signals[found[1] or "SIGINT"])
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from smolcluster.data.pytree import decode, encode, tensors_in
 from smolcluster.errors import UserCodeError
-from smolcluster.training.batches import placed
+from smolcluster.training.batches import apart, placed
 from smolcluster.training.build import Microbatching, TrainingContext
 from smolcluster.training.replica import Replica
 from smolcluster.training.workload import Workload
@@ -82,7 +82,7 @@ def batch_of(name: str) -> Any:
 @pytest.mark.parametrize("name", [*batches(), *LIBRARY_BATCHES])
 def test_each_reader_gets_the_same_kinds_of_containers_of_its_own(name: str) -> None:
     batch = batch_of(name)
-    own = placed(batch, CPU, torch.float32, lowers_doubles=False)
+    own = apart(placed(batch, CPU, torch.float32, lowers_doubles=False))
     assert type(own) is type(batch)
     given = zip(tensors_in(batch), tensors_in(own), strict=True)
     assert all(one.dtype is other.dtype for one, other in given)

@@ -219,6 +219,10 @@ drawn = [torch.rand(1).item(), np.random.rand(), random.random()]
         found.append(sys.modules.pop("our_train").drawn)
     assert len(set(found[0])) == 6
     assert found[0] == found[1]
+    for _ in range(2):
+        load(f"{file}:workload")
+    again = sys.modules.pop("our_train").drawn
+    assert again[3:6] == again[6:] == found[0][3:], "also where the module had been imported before"
 
 
 def test_the_hash_is_of_the_file_and_of_what_it_imports_from_its_folder(tmp_path: Path) -> None:

@@ -53,6 +53,8 @@ def test_a_signal_while_pydantic_builds_a_schema_is_no_error(
     assert caught.value.exit_code == code
     with pytest.raises(ValueError, match="a KeyboardInterrupt is"), signals_as_raised():
         raise ValueError("a KeyboardInterrupt is no error")
+    with pytest.raises(ValueError, match="a rank ended"), signals_as_raised():
+        raise ValueError("a rank ended: KeyboardInterrupt: ")
 
 
 @pytest.mark.parametrize(

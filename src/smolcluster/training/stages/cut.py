@@ -117,11 +117,10 @@ def _register(stage: nn.Module, model: nn.Module, own: Sequence[nn.Module]) -> N
     """Give `stage` the modules and parameters of its layers under their names in `model`."""
     modules = {id(module): name for name, module in model.named_modules() if name}
     tensors = {id(each): name for name, each in (*model.named_parameters(), *model.named_buffers())}
+    # first what is tied, so that it has the model's own name also where that one's module is not
     here = {id(each) for layer in own for each in layer.parameters()}
     for name, each in _with_several_names(model):
-        if (
-            id(each) in here
-        ):  # first, so that it has the model's own name also where that one's module is not
+        if id(each) in here:
             place_at(stage, name, each)
     for module in _topmost(own, set(modules)):
         place_at(stage, modules[id(module)], module)
