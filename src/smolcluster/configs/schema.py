@@ -105,6 +105,7 @@ SshDestination = Annotated[
         "what ssh connects to, such as pi@192.168.50.2",
     ),
 ]
+Device = Annotated[str, _text(r"^(cuda(:[0-9]+)?|mps|cpu)$", "cuda, cuda:N, mps or cpu")]
 # In a remote path a backslash would mean one thing to fish, and another to all other shells.
 RemotePath = Annotated[str, _text(REMOTE_PATH, A_REMOTE_PATH)]
 HUB_NAME = r"^[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?$"
@@ -428,7 +429,7 @@ class StagesConfig(PipelineKeys):
 class NodeConfig(Section):
     """What belongs to a machine and only it can know."""
 
-    device: str | None = Field(
+    device: Device | None = Field(
         None, description="cuda, cuda:1, mps or cpu; null: the best there is."
     )
     threads: PositiveInt | None = Field(

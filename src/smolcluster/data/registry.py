@@ -43,13 +43,23 @@ def load_dataset(
         return load_digits(seed)
     if config.name == "MNIST":
         return load_mnist(config.root, download=config.download)
-    if config.name not in TEXTS:
-        names = (*LABELLED, *TEXTS)
-        hint = hint_at(config.name, names)
-        raise ConfigError(f"dataset.name is {config.name!r}, allowed: {', '.join(names)}{hint}")
-    if not isinstance(model, GPTConfig):
+    check_name(config.name, model)
+    assert isinstance(model, GPTConfig)  # noqa: S101 - as checked
+    return TEXTS[config.name](config, model.max_seq_len, log)
+
+
+def check_name(name: str, model: ModelConfig) -> None:
+    """Refuse a dataset that cannot be loaded, or text for a model that is not made for it.
+
+    Raises:
+        ConfigError: one line with the key, its value and what is allowed.
+    """
+    names = (*LABELLED, *TEXTS)
+    if name not in names:
+        allowed = ", ".join(names)
+        raise ConfigError(f"dataset.name is {name!r}, allowed: {allowed}{hint_at(name, names)}")
+    if name in TEXTS and not isinstance(model, GPTConfig):
         raise ConfigError(
-            f"dataset.name is {config.name}, which is text, but model.type is {model.type}; set "
+            f"dataset.name is {name}, which is text, but model.type is {model.type}; set "
             "model.type=GPT and its sizes, or choose another dataset"
         )
-    return TEXTS[config.name](config, model.max_seq_len, log)

@@ -9,7 +9,7 @@ Before a step the gradient is clipped by the norm of the whole (Pascanu et al., 
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol, Self
@@ -36,6 +36,8 @@ CLASSES = MappingProxyType({"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"})
 _KNOWN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {"adam": OF_ADAM, "adamw": OF_ADAM, "sgd": OF_SGD, MUON: OF_MUON}
 )
+_OWN_KEYS = MappingProxyType({"lr": "learning_rate", "weight_decay": "weight_decay"})
+"""Arguments that are settings of their own, and what these are called."""
 
 
 class LocalOptimizer(Protocol):
@@ -127,7 +129,7 @@ class FlatOptimizer(FlatState):
         """
         if name not in FLAT_OPTIMIZERS:
             raise ConfigError(f"optimizer is {name!r}, allowed: {', '.join(FLAT_OPTIMIZERS)}")
-        self._arguments = _arguments(name, arguments)
+        self._arguments = checked_arguments(name, arguments)
         self.name = name
         self._params = params
         self._grads = grads
@@ -226,17 +228,16 @@ class FlatOptimizer(FlatState):
         )
 
 
-def _arguments(name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
+def checked_arguments(name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Arguments of adam, adamw, sgd or muon, those that are not given by default.
+
+    Raises:
+        ConfigError: it does not take one of them, or they do not fit each other.
+    """
     defaults = _KNOWN[name]
-    for key in given:
-        if key not in defaults:
-            known = ", ".join(defaults)
-            its = CLASSES.get(name)
-            other = f"; a class of torch.optim, such as {its}, takes more" if its else ""
-            raise ConfigError(
-                f"optimizer_args has {key}, which {name} does not take; it takes {known}"
-                f"{other}{hint_at(key, defaults)}"
-            )
+    its = CLASSES.get(name)
+    other = f"; a class of torch.optim, such as {its}, takes more" if its else ""
+    check_names(name, given, list(defaults), other)
     arguments = {**defaults, **given}
     is_damped = arguments.get("dampening")
     if arguments.get("nesterov") and not (arguments["momentum"] > 0 and not is_damped):
@@ -244,6 +245,26 @@ def _arguments(name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
             "optimizer_args.nesterov is true, which needs momentum above 0 and no dampening"
         )
     return arguments
+
+
+def check_names(
+    optimizer: str, given: Collection[str], known: Collection[str] | None, others: str = ""
+) -> None:
+    """Refuse keyword arguments that an optimizer does not take; `known`: those that it takes, None: any.
+
+    Raises:
+        ConfigError: there is one; the message names it and the nearest that is known, and ends with `others`.
+    """
+    for name in given:
+        if name in _OWN_KEYS:
+            raise ConfigError(
+                f"optimizer_args has {name}, which is not said there; set {_OWN_KEYS[name]} itself"
+            )
+        if known is not None and name not in known:
+            raise ConfigError(
+                f"optimizer_args has {name}, which {optimizer} does not take; it takes {', '.join(known)}"
+                f"{others}{hint_at(name, known)}"
+            )
 
 
 def moments_of(name: str, arguments: Mapping[str, Any]) -> Sequence[str]:

@@ -14,10 +14,18 @@ from typing import Any, Self, get_args
 import torch
 from torch import Tensor, nn
 
-from smolcluster.configs.schema import ElementwiseName
+from smolcluster.configs.schema import FLAT_OPTIMIZERS, ElementwiseName
 from smolcluster.errors import ConfigError
 from smolcluster.training.muon import CHOOSERS, Matrix, MuonOptimizer, choose
-from smolcluster.training.optimizer import CLASSES, MUON, STEP_COUNT, FlatOptimizer, FlatState
+from smolcluster.training.optimizer import (
+    CLASSES,
+    MUON,
+    STEP_COUNT,
+    FlatOptimizer,
+    FlatState,
+    check_names,
+    checked_arguments,
+)
 from smolcluster.training.recipe import Groups, OptimizerFactory, OptimizerSpec, ParameterGroup
 from smolcluster.utils.user_code import user_code, wrong_result
 from smolcluster.utils.words import hint_at
@@ -352,26 +360,30 @@ def torch_class(name: str) -> type[torch.optim.Optimizer]:
     return known[short]
 
 
-def check_optimizer_args(factory: OptimizerFactory, arguments: Mapping[str, Any]) -> None:
-    """Refuse keyword arguments that the optimizer does not know.
+def check_optimizer(name: str, arguments: Mapping[str, Any]) -> None:
+    """Refuse an optimizer of a configuration, or its arguments, that no model could be trained with.
 
     Raises:
-        ConfigError: there is one; the message names it, and the nearest one that is known.
+        ConfigError: there is no such optimizer, or it does not take these arguments.
     """
-    for name in ("lr", "weight_decay", "params"):
-        if name in arguments:
-            key = "learning_rate" if name == "lr" else name
-            raise ConfigError(
-                f"optimizer_args has {name}, which is not said there; set {key} itself"
-            )
-    known = _parameters_of(factory)
-    for name in arguments:
-        if known is not None and name not in known:
-            allowed = [each for each in known if each not in ("params", "lr", "weight_decay")]
-            raise ConfigError(
-                f"optimizer_args has {name}, which {getattr(factory, '__name__', 'the optimizer')} does not "
-                f"take; it takes {', '.join(allowed)}{hint_at(name, allowed)}"
-            )
+    if name == MUON:
+        arguments = _without_choosers(arguments)
+    if name in FLAT_OPTIMIZERS:
+        checked_arguments(name, arguments)
+    else:
+        _check_taken(torch_class(name), arguments)
+
+
+def _check_taken(factory: OptimizerFactory, arguments: Mapping[str, Any]) -> None:
+    name, known = getattr(factory, "__name__", "the optimizer"), _parameters_of(factory)
+    if known is not None:
+        known = [each for each in known if each not in ("params", "lr", "weight_decay")]
+    check_names(name, arguments, known)
+
+
+def _without_choosers(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Muon's arguments but those that say which parameters it steps."""
+    return {key: each for key, each in arguments.items() if key not in CHOOSERS}
 
 
 Optimizer = FlatOptimizer | TorchOptimizer
@@ -406,7 +418,7 @@ def new_optimizer(
     factory = (
         torch_class(CLASSES.get(spec.kind, spec.kind)) if isinstance(spec.kind, str) else spec.kind
     )
-    check_optimizer_args(factory, spec.arguments)
+    _check_taken(factory, spec.arguments)
     groups, numbers = _grouped(spec, model, flat.trainable)
     known = _parameters_of(factory) if isinstance(factory, type) else None
     if known is None or "weight_decay" in known:
@@ -440,7 +452,7 @@ def _muon(spec: OptimizerSpec, model: nn.Module, flat: Flat, weight_decay: float
         weight_decay,
         sum(weight.numel() for _, weight in flat.trainable if weight.ndim > 1),
         matrices=matrices,
-        arguments={key: each for key, each in spec.arguments.items() if key not in CHOOSERS},
+        arguments=_without_choosers(spec.arguments),
         split=split,
     )
 

@@ -90,3 +90,50 @@ def test_settings_of_every_node_are_checked(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"cluster\.yaml: nodes\.b\.threads is 0, must be"):
         check(str(file), "nn", [], environ={})
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("dataset.name=mnist", r"dataset\.name is 'mnist', allowed: .*; did you mean MNIST\?"),
+        (
+            "dataset.name=text",
+            r"dataset\.name is text, which is text, but model\.type is SimpleNN; .*",
+        ),
+        ("nodes.pi5.device=gpu", r".*device is 'gpu', must be cuda, cuda:N, mps or cpu, or null"),
+        ("optimizer_args.beta=0.9", r"optimizer_args has beta, .* did you mean betas\?"),
+        ("optimizer_args.lr=0.1", r"optimizer_args has lr, .*; set learning_rate itself"),
+        (
+            "optimizer=RAdam optimizer_args.lr=1",
+            r"optimizer_args has lr, .*; set learning_rate itself",
+        ),
+        (
+            "optimizer=RAdam optimizer_args.bets=1",
+            r"optimizer_args has bets, which RAdam .* betas\?",
+        ),
+        ("optimizer=muon optimizer_args.ns_step=1", r"optimizer_args has ns_step, .* ns_steps\?"),
+        (
+            "optimizer=sgd optimizer_args.nesterov=true",
+            r"optimizer_args\.nesterov is true, which .*",
+        ),
+    ],
+)
+def test_names_that_are_known_only_where_things_are_made_are_checked(
+    override: str, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{says}$"):
+        check("edp", "nn", override.split(), environ={})
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "optimizer=muon optimizer_args.muon=[layers.*] optimizer_args.ns_steps=3",
+        "optimizer=RAdam optimizer_args.betas=[0.9,0.95]",
+        "optimizer=auto",
+        "workload=train.py:workload dataset.name=mine",
+        "nodes.pi5.device=cuda:1",
+    ],
+)
+def test_names_that_may_be_known_later_are_not_refused(override: str) -> None:
+    assert check("edp", "nn", override.split(), environ={}) == 0

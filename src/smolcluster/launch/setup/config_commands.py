@@ -11,7 +11,7 @@ from smolcluster.configs.json_schema import json_schema
 from smolcluster.configs.load import NODE_SECTION, SECTIONS, Kind
 from smolcluster.configs.meant import cluster_source, training_source
 from smolcluster.configs.resolve import load_settings
-from smolcluster.configs.schema import Settings
+from smolcluster.configs.schema import Settings, TrainConfig
 from smolcluster.configs.spec import algorithms
 from smolcluster.errors import ConfigError
 from smolcluster.utils.units import format_count
@@ -65,7 +65,7 @@ def check(
     *,
     environ: Mapping[str, str] = os.environ,
 ) -> int:
-    """Check both files, and what they say about every machine; returns the exit code.
+    """Check both files, what they say about every machine, and the names in them; returns the exit code.
 
     Raises:
         ConfigError: one line with what is wrong.
@@ -73,8 +73,19 @@ def check(
     cluster_file = cluster_source(config)
     files = (cluster_file, training_source(train_config, cluster_file))
     settings = load_settings(*files, None, overrides, environ)  # with the settings of every node
+    _check_names(settings.train)
     _write(f"ok: {summary(settings)}\n")
     return 0
+
+
+def _check_names(train: TrainConfig) -> None:
+    """Refuse a dataset or an optimizer that is known only where it is made."""
+    from smolcluster.data.registry import check_name  # noqa: PLC0415 - PyTorch takes time
+    from smolcluster.training.torch_optimizer import check_optimizer  # noqa: PLC0415 - as above
+
+    if train.workload is None:
+        check_name(train.dataset.name, train.model)
+    check_optimizer(train.optimizer, train.optimizer_args)
 
 
 def commented(settings: Settings, node: str) -> str:

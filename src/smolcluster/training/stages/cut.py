@@ -105,10 +105,10 @@ def layers_of(
 def _checked(layers: list[nn.Module]) -> list[nn.Module]:
     for layer in layers:
         for module in layer.modules():
-            if isinstance(module, _BatchNorm) and module.track_running_stats:
+            if isinstance(module, _BatchNorm):
                 raise ConfigError(
-                    f"a pipeline or mesh cannot train {type(module).__name__}, whose running statistics are "
-                    "of microbatches: use GroupNorm or LayerNorm"
+                    f"a pipeline or mesh cannot train {type(module).__name__}, whose statistics are of "
+                    "microbatches: use GroupNorm or LayerNorm"
                 )
     return layers
 

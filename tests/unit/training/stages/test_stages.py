@@ -176,9 +176,11 @@ def test_a_model_that_cannot_be_cut_is_refused(
         build_stage(workload(Plain, **said), 0, 1, SEED, CPU)
 
 
-def test_batch_norm_is_refused() -> None:
+@pytest.mark.parametrize("keeps_statistics", [True, False])
+def test_batch_norm_is_refused(keeps_statistics: bool) -> None:
+    norm = nn.BatchNorm1d(3, track_running_stats=keeps_statistics)
     with pytest.raises(ConfigError, match="BatchNorm1d"):
-        num_layers(workload(lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))))
+        num_layers(workload(lambda: nn.Sequential(nn.Linear(6, 3), norm)))
 
 
 def test_a_loss_that_calls_no_model_is_refused() -> None:
