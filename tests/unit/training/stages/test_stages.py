@@ -178,9 +178,12 @@ def test_a_model_that_cannot_be_cut_is_refused(
 
 @pytest.mark.parametrize("keeps_statistics", [True, False])
 def test_batch_norm_is_refused(keeps_statistics: bool) -> None:
-    norm = nn.BatchNorm1d(3, track_running_stats=keeps_statistics)
+    def model() -> nn.Module:
+        norm = nn.BatchNorm1d(3, track_running_stats=keeps_statistics)
+        return nn.Sequential(nn.Linear(6, 3), norm)
+
     with pytest.raises(ConfigError, match="BatchNorm1d"):
-        num_layers(workload(lambda: nn.Sequential(nn.Linear(6, 3), norm)))
+        num_layers(workload(model))
 
 
 def test_a_loss_that_calls_no_model_is_refused() -> None:
