@@ -215,17 +215,17 @@ def facts_script(
     folder: str = "~",
     interpreter: str = "",
     secret_file: str | None = None,
-    exports: str = "",
     port: int = 0,
 ) -> str:
     """What prints facts.
 
-    `interpreter`: Python's, of the project's environment there, which runs with these `exports`.
+    `interpreter`: Python's, of the project's environment there; it runs with the exports that the script
+    reads from its standard input.
     """
     return (
         f"wanted={shlex.quote(' '.join(names))} folder={shell_path(folder)} "
         f"python={shell_path(interpreter)} secret={secret_path(secret_file)} "
-        f"exports={shlex.quote(exports)} port={port}{SCRIPT}"
+        f"exports=$(cat) port={port}{SCRIPT}"
     )
 
 

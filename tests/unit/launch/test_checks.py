@@ -9,7 +9,7 @@ import shutil
 import socket
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,11 @@ from doctoring import MAC, cluster, facts, machine_at, node_checks
 from harness import free_port
 from reading import fake_ssh, launched_run, server
 from smolcluster.errors import PortBusy
+from smolcluster.launch import host
 from smolcluster.launch.doctor.checks import judge_system
 from smolcluster.launch.doctor.checks_links import PORT_FACTS, check_links, check_port
 from smolcluster.launch.doctor.checks_project import (
     WORKLOAD_CHECKS,
-    torch_script,
 )
 from smolcluster.launch.doctor.examine import listening, make_contact
 from smolcluster.launch.doctor.findings import Check, Finding, NodeChecks, ok, skipped
@@ -302,9 +302,26 @@ def test_the_oldest_python_is_the_projects() -> None:
     assert project["project"]["requires-python"] == f">={MIN_PYTHON[0]}.{MIN_PYTHON[1]}"
 
 
-def test_pytorch_gets_the_environment_of_the_nodes_processes() -> None:
-    node = node_checks(env={"LD_LIBRARY_PATH": "/opt/my cuda"})
-    assert "export LD_LIBRARY_PATH='/opt/my cuda'" in torch_script(node)
+def test_programs_of_a_node_have_its_environment_which_no_command_line_shows(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, seen, run_here = "the key's value", list[str](), host.run_here
+
+    def spy(argv: Sequence[str], **how: Any) -> Done:
+        seen.extend(argv)
+        return run_here(argv, **how)
+
+    monkeypatch.setattr(host, "run_here", spy)
+    (home / PYTHON).parent.mkdir(parents=True)
+    (home / PYTHON).write_text('#!/bin/sh\necho "$MINE"; echo "$MINE" >&2; exit 1\n')
+    (home / PYTHON).chmod(0o755)
+    node = node_checks(env={"MINE": said}, packages=("json",))
+    make_contact(node)
+    for name in ("environment", "torch", "workload"):
+        found = look_at(node, CHECKS[name], node.host.run)
+        assert said in found.what
+    assert len(seen) > 4
+    assert not [word for word in seen if "value" in word]
 
 
 def test_packages_that_a_workload_imports_are_looked_for_in_the_environment() -> None:

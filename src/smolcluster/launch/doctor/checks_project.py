@@ -67,8 +67,14 @@ def _bring_it(node: NodeChecks) -> str:
 
 
 def exports(node: NodeChecks) -> str:
+    """The variables of the node's processes, for a shell's standard input: on a command line all see them."""
     env = node.settings.env
-    return "".join(f"\nexport {name}={shlex.quote(value)}" for name, value in env.items())
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in env.items())
+
+
+def _in_environment(node: NodeChecks, script: str, probe: str) -> bytes:
+    """For `sh -s`: a script whose last command, a Python there, reads this probe."""
+    return f"{exports(node)}{script} <<'END OF THE PROBE'\n{probe}\nEND OF THE PROBE\n".encode()
 
 
 def judge_environment(answer: Done, node: NodeChecks) -> Finding:
@@ -91,10 +97,10 @@ def needs_interpreter(node: NodeChecks) -> str | None:
     return None if node.facts.has("interpreter") else "no environment"
 
 
-def torch_script(node: NodeChecks) -> str:
-    return f"""{exports(node)}
-nvidia-smi -L 2>/dev/null | sed -n '1s/^/gpu /p'
+def torch_script(node: NodeChecks) -> bytes:
+    script = f"""nvidia-smi -L </dev/null 2>/dev/null | sed -n '1s/^/gpu /p'
 exec {shell_path(node.machine.interpreter)} -"""
+    return _in_environment(node, script, LOOK_AT_TORCH)
 
 
 def judge_torch(answer: Done, node: NodeChecks) -> Finding:
@@ -153,9 +159,9 @@ def _anew(node: NodeChecks) -> str:
     return f'there: `rm -rf "$(cd {node.machine.project_dir}/.venv && pwd -P)"`, then launch again'
 
 
-def packages_script(node: NodeChecks) -> str:
+def packages_script(node: NodeChecks) -> bytes:
     python, wanted = shell_path(node.machine.interpreter), shlex.quote(json.dumps(node.packages))
-    return f"{exports(node)}\nexec {python} - {wanted}"
+    return _in_environment(node, f"exec {python} - {wanted}", LOOK_FOR_PACKAGES)
 
 
 def judge_packages(answer: Done, node: NodeChecks) -> Finding:
@@ -195,20 +201,20 @@ PROJECT_CHECKS = (
     Check("environment", None, judge_environment, why_not=not_here),
     Check(
         "torch",
-        torch_script,
+        lambda _: "exec sh -s",
         judge_torch,
         IMPORT_TORCH_S,
         needs_interpreter,
-        stdin=lambda _: LOOK_AT_TORCH.encode(),
+        stdin=torch_script,
     ),
 )
 WORKLOAD_CHECKS = (
     Check(
         "workload",
-        packages_script,
+        lambda _: "exec sh -s",
         judge_packages,
         LOOK_S,
         needs_interpreter,
-        stdin=lambda _: LOOK_FOR_PACKAGES.encode(),
+        stdin=packages_script,
     ),
 )

@@ -83,11 +83,11 @@ def ask_facts(node: NodeChecks, name: str, facts: Sequence[str], *, alone: bool 
         folder=machine.project_dir,
         interpreter=machine.interpreter,
         secret_file=machine.secret_file,
-        exports=exports(node),
         port=node.cluster.port,
     )
     try:
-        return ask(partial(node.host.run, alone=alone), name, script, CONTACT_S)
+        run = partial(node.host.run, alone=alone)
+        return ask(run, name, script, CONTACT_S, exports(node).encode())
     except TookTooLong as error:
         answer = Done(0, error.stdout, "", begun, CONTACT_S)
         if not read_facts(answer).told:
