@@ -9,6 +9,7 @@ Activation checkpointing calls a layer again during the backward, with the gener
 first time. The seed that they had then tells which call is repeated, and that call's seed is used again.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -39,6 +40,8 @@ class LayerSeeds:
         self.place = Place(seed, 0, 0)
         self._calls: dict[int, int] = {}
         """The number of each layer's last call within the microbatch, from 0."""
+        self._turns: dict[nn.Module, int] = {}
+        """How often a module that is several layers was called within the microbatch."""
         self._used: dict[tuple[int, int, int], int] = {}
         """The seeds of layers (layer, part), by the seed that the generator had before."""
 
@@ -46,6 +49,7 @@ class LayerSeeds:
         """A microbatch's layers begin to compute, perhaps once more."""
         self.place = place
         self._calls.clear()
+        self._turns.clear()
 
     def begin(self, place: Place) -> None:
         """A microbatch begins; what its loss draws before the model is called follows as well.
@@ -96,11 +100,16 @@ class LayerSeeds:
         The first one begins with the model itself, since what stands before a model's blocks is not always a
         module that is called. Without layers the model draws nothing, and nothing is seeded.
         """
+        numbers = defaultdict[nn.Module, list[int]](list)
+        for number, each in enumerate(layers):
+            if each is not None:
+                numbers[each].append(number)
         with ExitStack() as hooks:
-            for number, each in enumerate(layers):
-                if each is not None:
-                    begins = each if number else model
-                    hooks.enter_context(begins.register_forward_pre_hook(self._hook(number)))
+            for each, own in numbers.items():
+                if own[0] == 0:
+                    hooks.enter_context(model.register_forward_pre_hook(self._hook([0])))
+                if own != [0]:
+                    hooks.enter_context(each.register_forward_pre_hook(self._hook(own)))
             if layers:
                 hooks.enter_context(model.register_forward_hook(self._after))
             yield
@@ -109,12 +118,25 @@ class LayerSeeds:
         if module.training:
             self.model_returned()
 
-    def _hook(self, number: int) -> Any:
+    def _hook(self, numbers: Sequence[int]) -> Any:
         def seed(module: nn.Module, _inputs: object) -> None:
-            if module.training:
+            if not module.training:
+                return
+            if len(numbers) == 1:
+                self(numbers[0])
+            elif number := self._turn(module, numbers):  # the model itself has begun the first layer
                 self(number)
 
         return seed
+
+    def _turn(self, module: nn.Module, numbers: Sequence[int]) -> int:
+        """Which of its layers a module is now, in each pass one after the other."""
+        if _in_backward():
+            before = torch.default_generator.initial_seed()
+            return next((each for each in numbers if (each, 0, before) in self._used), numbers[0])
+        turn = self._turns.get(module, 0)
+        self._turns[module] = turn + 1
+        return numbers[turn % len(numbers)]
 
 
 def _in_backward() -> bool:
@@ -137,14 +159,16 @@ def seed_generators(seed: int, device: torch.device) -> None:
 def drawing_layers(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module | None]:
     """The module of `model` that each layer begins with; None: the layer draws nothing at random.
 
-    A layer need not be a module of the model: it may hold several, of which the first is called first.
+    A layer need not be a module of the model: it may hold several, of which the first is called first. One
+    that occurs several times has its module each time.
     """
     known = set(model.modules())
     found: list[nn.Module | None] = []
-    for layer in layers:
+    for number, layer in enumerate(layers):
         inside = (each for each in layer.modules() if each in known)
         first = next(inside, None) if may_draw(layer) else None
-        found.append(None if first in found else first)
+        is_repeated = layer in layers[:number]
+        found.append(first if is_repeated or first not in found else None)
     return found
 
 

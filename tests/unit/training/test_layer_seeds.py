@@ -60,6 +60,17 @@ def sequential() -> Workload:
     )
 
 
+def repeated() -> Workload:
+    """One layer is two, of which the first may be the model's first."""
+
+    def make() -> nn.Module:
+        own, drops = layer(), nn.Dropout(0.2)
+        inner = (nn.Linear(6, 6), drops, nn.Linear(6, 6), drops, layer(), drops, nn.Linear(6, 3))
+        return nn.Sequential(drops, own, *inner).double()
+
+    return Workload(make, cross_entropy, rows(6))
+
+
 def noisy_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
     """One that disturbs the model's input, and tells the model's output from that noise."""
     inputs, _ = batch
@@ -155,6 +166,7 @@ def summed(stages: list[OwnStage]) -> dict[str, Tensor]:
     ("make", "ways"),
     [
         (sequential, (("zero-bubble", 1), ("zero-bubble", 3))),
+        (repeated, (("zero-bubble", 1), ("zero-bubble", 3))),
         (gpt, (("1f1b", 1), ("gpipe", 2), ("1f1b", 3), ("zero-bubble", 4), ("zb-v", 2))),
         (noisy, (("zero-bubble", 2),)),
         (hugging_face, (("zero-bubble", 3),)),
@@ -270,13 +282,18 @@ class Reentrant(Checkpointed):
     reentrant = True
 
 
+def layers_repeated() -> list[nn.Module]:
+    again = nn.Dropout(0.1)
+    return [layer(), again, layer(), again, nn.Linear(6, 3)]
+
+
 @pytest.mark.parametrize("kind", [Checkpointed, Reentrant])
 def test_activations_that_are_computed_again_have_the_masks_of_their_pass(
     kind: type[Checkpointed],
 ) -> None:
     def gradient(kind: type[nn.Sequential]) -> Tensor:
         workload = Workload(
-            lambda: kind(*(layer() for _ in range(4)), nn.Linear(6, 3)).double(), two, rows(6)
+            lambda: kind(*layers_repeated()).double(), two, rows(6), stages=list
         )
         replica = Replica(whole(workload), "sgd")
         training = TrainingContext(workload, replica, SEED, Microbatching(SIZE))

@@ -57,8 +57,8 @@ class Stage(nn.Module):
         return self.end == self.num_layers
 
     def own_layers(self) -> list[nn.Module]:
-        """Its layers, where they are modules of their own; a model may have modules called `layers`."""
-        return list(getattr(self, _LAYERS, ()))
+        """Its layers, each once, where they are modules of their own."""
+        return list(dict.fromkeys(getattr(self, _LAYERS, ())))
 
     def model_modules(self) -> list[nn.Module]:
         """The topmost modules under the model's names."""
@@ -85,8 +85,8 @@ def layers_of(
     """
     theirs = getattr(type(model), "stages", None)  # it may be something else, such as a number
     own: CutModel | None = cut or (theirs if callable(theirs) else None)
-    if own is None and isinstance(model, nn.Sequential):
-        return _checked(list(model.children()))
+    if own is None and isinstance(model, nn.Sequential) and _runs_in_order(model):
+        return _checked(list(model))  # one that occurs twice is computed twice
     if own is None and may_be_one:
         return _checked([model])
     if own is None:
@@ -100,6 +100,10 @@ def layers_of(
     if not is_list or not all(isinstance(each, nn.Module) for each in found):
         raise wrong_result("stages", own, f"returned {found!r:.100}, must be a list of modules")
     return _checked(list(found))
+
+
+def _runs_in_order(model: nn.Sequential) -> bool:
+    return type(model).forward is nn.Sequential.forward
 
 
 def _checked(layers: list[nn.Module]) -> list[nn.Module]:

@@ -34,6 +34,11 @@ def sequential() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
+def repeated() -> nn.Module:
+    act = nn.GELU()
+    return nn.Sequential(nn.Linear(6, 8), act, nn.Linear(8, 8), act, nn.Linear(8, 3))
+
+
 class Tied(nn.Module):
     """Its output layer has the embedding's weight under a name of its own, which may be the first one."""
 
@@ -58,6 +63,7 @@ class Tied(nn.Module):
 
 MODELS = {
     "sequential": (sequential, FEATURES),
+    "sequential, a module twice": (repeated, FEATURES),
     "SimpleNN": (lambda: SimpleNN(6, 8, 3), FEATURES),
     "GPT": (lambda: GPT(SIZES, 11), TOKENS),
     "tied": (lambda: Tied(head_first=False), TOKENS),
@@ -174,6 +180,20 @@ def test_a_model_that_cannot_be_cut_is_refused(
 
     with pytest.raises(error, match=words.replace("(", r"\(")):
         build_stage(workload(Plain, **said), 0, 1, SEED, CPU)
+
+
+def test_a_sequential_that_computes_something_else_must_say_its_layers() -> None:
+    class Residual(nn.Sequential):
+        def forward(self, value: Tensor) -> Tensor:
+            inner: Tensor = super().forward(value)
+            return value + inner
+
+    def model() -> nn.Module:
+        return Residual(nn.Linear(6, 6), nn.Linear(6, 6))
+
+    with pytest.raises(ConfigError, match="stages="):
+        num_layers(workload(model))
+    assert num_layers(workload(model), may_be_one=True) == 1
 
 
 @pytest.mark.parametrize("keeps_statistics", [True, False])
