@@ -124,7 +124,9 @@ class LayerSeeds:
                 return
             if len(numbers) == 1:
                 self(numbers[0])
-            elif number := self._turn(module, numbers):  # the model itself has begun the first layer
+            elif number := self._turn(
+                module, numbers
+            ):  # the model itself has begun the first layer
                 self(number)
 
         return seed

@@ -292,9 +292,7 @@ def test_activations_that_are_computed_again_have_the_masks_of_their_pass(
     kind: type[Checkpointed],
 ) -> None:
     def gradient(kind: type[nn.Sequential]) -> Tensor:
-        workload = Workload(
-            lambda: kind(*layers_repeated()).double(), two, rows(6), stages=list
-        )
+        workload = Workload(lambda: kind(*layers_repeated()).double(), two, rows(6), stages=list)
         replica = Replica(whole(workload), "sgd")
         training = TrainingContext(workload, replica, SEED, Microbatching(SIZE))
         training.compute(torch.arange(NUM_SAMPLES), EPOCH, START)

@@ -23,7 +23,7 @@ from smolcluster.configs.schema import Precision
 from smolcluster.data.dataset import Batch, Place
 from smolcluster.data.pytree import has_a_row_a_sample, map_tensors, rows, tensors_in
 from smolcluster.errors import ProtocolError
-from smolcluster.training.batches import placed
+from smolcluster.training.batches import apart, placed
 from smolcluster.training.compute import autocast
 from smolcluster.training.cutting import CutCheck
 from smolcluster.training.labels import lacks_labels
@@ -197,8 +197,8 @@ class StageCompute:
         device = self._seeds.device
         batch = placed(batch, device, self.stage.dtype)
         if self.stage.is_first:
-            with user_code("loss"):
-                return model_input(self._workload, batch), batch
+            with user_code("loss"):  # which takes it once more where the last stage is
+                return model_input(self._workload, apart(batch)), batch
         return map_tensors(value, lambda each: each.to(device)), batch
 
     def _with_graph(self, held: _Held) -> Batch:
@@ -218,6 +218,8 @@ class StageCompute:
 
     def _loss_of(self, held: _Held, output: Any) -> Tensor:
         """The sum of the loss's terms, (), which is counted unless its samples only keep others company."""
+        if held.num_samples:
+            self._look_at_cutting(held, output)  # first: the loss may write into both
         with self._calling("loss"):
             self._seeds.begin(held.place)  # what it draws, it draws again: see `model_input`
             result = self._loss(output, held.batch)
@@ -231,7 +233,6 @@ class StageCompute:
         if held.num_samples:
             self._totals.append(total.detach())
             self._counts.append(count)
-            self._look_at_cutting(held, output)
         return total.float() if total.dtype.itemsize < torch.float32.itemsize else total
 
     def _look_at_cutting(self, held: _Held, output: Any) -> None:
@@ -247,7 +248,7 @@ class StageCompute:
         if self._single is None and not check.is_due():
             return
         if num_samples == 1 and self._single is None:
-            self._single = map_tensors(both, Tensor.detach)
+            self._single = apart(map_tensors(both, Tensor.detach))
             return
         if num_samples == 1:
             before, following, self._single = self._single, iter(tensors_in(both)), None
@@ -258,7 +259,7 @@ class StageCompute:
             num_samples = 2
 
         def loss_of(places: slice) -> tuple[float, float]:
-            some = [rows(each, num_samples, places) for each in both]
+            some = [apart(rows(each, num_samples, places)) for each in both]
             with self._calling("loss"):
                 self._seeds.begin(held.place)
                 result = self._loss(*some)

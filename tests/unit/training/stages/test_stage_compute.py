@@ -24,7 +24,7 @@ from pipelines import (
 from smolcluster.data.dataset import Batch, Place
 from smolcluster.errors import ProtocolError, UserCodeError
 from smolcluster.models.SimpleNN import SimpleNN
-from smolcluster.training.builtin import cross_entropy
+from smolcluster.training.builtin import cross_entropy, cross_entropy_of
 from smolcluster.training.cutting import CutCheck
 from smolcluster.training.schedules.instructions import SCHEDULES, generate, stage_ranks
 from smolcluster.training.stages.compute import StageLoss
@@ -192,6 +192,34 @@ def test_a_microbatch_without_labels_counts_nothing(schedule: str) -> None:
     assert loss.num_terms == sum(size for _, size in labelled)
     expected = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     assert_close(summed(stages), expected)
+
+
+def taking_apart(model: nn.Module, batch: Any) -> Terms:
+    """Writes into what it is given, and takes out of it."""
+    targets = batch.pop("targets")
+    batch["inputs"].mul_(0.5).add_(1.0)
+    logits = model(batch["inputs"])
+    targets[targets < 1] = -100
+    return cross_entropy_of(logits, targets)
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("gpipe", 1), ("1f1b", 2), ("zb-v", 1)])
+def test_a_loss_may_write_into_its_batch(schedule: str, ranks: int) -> None:
+    """As in one process, also while it is looked at how that depends on the cut."""
+
+    def batches() -> list[Batch]:
+        pairs = features(torch.float64)
+        return [{"inputs": inputs, "targets": targets} for inputs, targets in pairs]
+
+    workload = Workload(simple().maker, taking_apart, [(torch.zeros(6), 0)])
+    expected, count, grads = alone(workload, batches())
+    lists = generate(schedule, ranks, len(SIZES))
+    stages = stages_of(workload, even_cuts(workload, len(stage_ranks(lists))))
+    for each in stages:
+        each.compute.cut_check = CutCheck(logging.getLogger("smolcluster.test"))
+    loss = by_hand(lists, stages, parts_of(batches(), SIZES))
+    assert (loss.total, loss.num_terms) == (pytest.approx(expected, rel=1e-9), count)
+    assert_close(gradients_of(stages), grads)
 
 
 @pytest.mark.parametrize("is_one_by_one", [False, True], ids=["microbatches", "single samples"])
