@@ -466,7 +466,9 @@ class Server(LeasingServer):
         if worker.live_session.receiver.in_progress:
             self.report.lost_push(worker.name, "its connection broke")
         self.take_back(peer, "its worker has gone")
-        worker.session = None  # its buffers go; who it was is needed when its changes are applied
+        worker.session = None  # its buffers go
+        # who it was is needed when its changes are applied, of what it reported and said nothing
+        self.workers[peer.id] = Worker(worker.member, role=worker.role)
 
     def on_stepped(self, peer: Peer, stepped: Stepped) -> None:
         """A worker has taken a local step; it counts when the change that holds it has been applied."""

@@ -1,6 +1,7 @@
 """What DiLoCo's server goes on from, without a run."""
 
 import time
+import weakref
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -19,7 +20,9 @@ from smolcluster.algorithms.DiLoCo.server import Server, new_beginning
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.server.store import Part
 from smolcluster.server.store_links import NormsArrived
+from smolcluster.server.worker import Worker
 from smolcluster.training.build import build
+from smolcluster.wire.membership import Member
 from smolcluster.wire.messages import PartKey
 
 
@@ -118,6 +121,19 @@ def test_nobody_is_late_because_the_server_was_held_up() -> None:
     for now in range(int(LEAST_PATIENCE_S)):
         Server.leave_late(server, came_back + now)
     assert peer.is_stalled
+
+
+def test_of_a_worker_that_has_gone_only_who_it_was_is_kept() -> None:
+    worker = Worker(Member(1, 1, "ann", "a" * 8), session=Mock())
+    worker.live_session.receiver.in_progress = False
+    server: Any = Mock(peers={1: Peer(1.0, worker=worker)}, workers={1: worker})
+    gauge = weakref.ref(worker.gauge)
+    Server.on_departure(server, worker)
+    name = worker.name
+    del worker
+    assert server.workers[1].name == name
+    server.reset_mock()  # it has kept what it was called with
+    assert gauge() is None
 
 
 @pytest.mark.parametrize(
