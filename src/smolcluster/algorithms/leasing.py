@@ -27,6 +27,8 @@ from smolcluster.wire.session import Receiver
 DISPATCHER = "dispatcher"
 """Where a checkpoint's progress has its state."""
 TICK_S = 0.1
+HELD_UP_S = 1.0
+"""While the server evaluated, gathered, or did something else for so long, nobody was heard."""
 
 
 class LeasingServer(ABC):
@@ -53,6 +55,8 @@ class LeasingServer(ABC):
             permutation=context.training.order,
         )
         self.norms, self.failures = Norms(), Failures()
+        self.decided_at = time.monotonic()
+        """When it looked last at what workers do."""
 
     def open(
         self, extra: Callable[[], Mapping[str, Tensor]] = dict, num_more: int = 0
@@ -95,6 +99,10 @@ class LeasingServer(ABC):
     def decide(self, now: float) -> None:
         """Hand out samples, and step with what has come; `now` is of the monotonic clock, in seconds."""
 
+    def was_away(self, away_s: float, now: float) -> None:
+        """Give workers that much more time: what they have sent meanwhile may wait in the inbox."""
+        self.dispatcher.was_away(away_s, now)
+
     def run(self) -> Summary:
         """Serve until every sample of every epoch has been applied.
 
@@ -121,13 +129,20 @@ class LeasingServer(ABC):
         for event in self.pool.next_events(TICK_S):
             self.handle(event)
         now = time.monotonic()
-        self.decide(now)
+        self.decide_at(now)
         self.saver.tick()
         self.report.tick()
         self.stores.check_patience(now)
         # a copy for when a store is lost; while workers are at work also to see that all stores answer
         if self.stores.is_copy_due(now) or (self.peers and self.stores.are_silent(now)):
             self.gather()
+
+    def decide_at(self, now: float) -> None:
+        """Decide, without taking the time in which the server heard nobody for workers' silence."""
+        away_s, self.decided_at = now - self.decided_at, now
+        if away_s > HELD_UP_S:
+            self.was_away(away_s, now)
+        self.decide(now)
 
     def gather(self) -> bool:
         """Bring the weights of all hosts together; False: a store is missing.

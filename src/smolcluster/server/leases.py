@@ -52,7 +52,8 @@ class Lease:
     """A range granted to a holder until `deadline`; `indices` (num_samples,) int32 are the dataset's.
 
     `sent_at`, `deadline`: infinite while it has not been sent.
-    `copied_from`: the holder that takes too long for the same range.
+    `copied_from`: the holder that takes too long for the same range. `away_s`: how long nobody could be heard
+    since it was sent.
     """
 
     key: LeaseKey
@@ -61,6 +62,7 @@ class Lease:
     sent_at: float
     deadline: float
     copied_from: int | None = None
+    away_s: float = 0.0
 
     @property
     def range(self) -> Range:
@@ -200,6 +202,13 @@ class Dispatcher:
         self._measured_s.pop(holder, None)
         return self._drop_where(lambda lease: lease.holder == holder)
 
+    def was_away(self, away_s: float, now: float) -> None:
+        """Do not count the last `away_s` seconds: what holders have sent in them may not have been read."""
+        for leases in self._open.values():
+            for grant, lease in leases.items():
+                unheard_s = max(0.0, min(away_s, now - lease.sent_at))
+                leases[grant] = replace(lease, away_s=lease.away_s + unheard_s)
+
     def expire(self, now: float) -> list[Lease]:
         allowed_s = {
             lease.holder: self._allowed_s(lease.holder)
@@ -209,7 +218,8 @@ class Dispatcher:
 
         def is_over(lease: Lease) -> bool:
             # what was granted on a claim may be over sooner, now that something was measured
-            return now >= min(lease.deadline, lease.sent_at + allowed_s[lease.holder])
+            ends_at = min(lease.deadline, lease.sent_at + allowed_s[lease.holder])
+            return now - lease.away_s >= ends_at
 
         returned = self._drop_where(is_over)
         for holder in {each.holder for each in returned}:
@@ -292,7 +302,7 @@ class Dispatcher:
         times = self._claimed_s if self._median_s is None else self._measured_s
         known = [self._median_s, times.get(lease.holder), times.get(idle)]
         usual_s = min((each for each in known if each is not None), default=0.0)
-        return now - lease.sent_at >= 2 * usual_s
+        return now - lease.away_s - lease.sent_at >= 2 * usual_s
 
     def _expected_s(self, holder: int) -> float | None:
         if holder in self._measured_s:

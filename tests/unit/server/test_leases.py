@@ -114,6 +114,18 @@ def test_loading_is_not_counted_among_what_a_holder_needs() -> None:
     assert lease.deadline == 6030.0, "4 x 2 s are less than the floor"
 
 
+def test_the_time_in_which_nobody_was_heard_is_not_a_holders() -> None:
+    leases = dispatcher(num_samples=8, num_epochs=1)
+    leases.grant(A, now=0.0)
+    late = must(leases.grant(A, now=0.0, is_sent=False))
+    leases.sent(late.key, A, now=25.0)
+    leases.was_away(20.0, now=40.0)
+    assert leases.expire(now=49.9) == []
+    assert len(leases.expire(now=50.0)) == 1
+    assert leases.expire(now=69.9) == [], "it was sent meanwhile, and 15 s of these were its own"
+    assert len(leases.expire(now=70.0)) == 1
+
+
 def test_an_expired_lease_goes_back_and_its_holder_gets_twice_the_time() -> None:
     leases = dispatcher(floor_s=30.0)
     slow = must(leases.grant(A, now=0.0))

@@ -84,8 +84,6 @@ ROUNDS = "rounds"
 """Where a checkpoint's progress has their state."""
 LONGEST_SILENCE_S = 120.0
 """Who was left behind, and is silent for so long, is cut."""
-HELD_UP_S = 1.0
-"""Of a gathering, or a stop: while the server did something else for so long, nobody was heard."""
 UNKNOWN_STEP_S = 1.0
 
 
@@ -136,8 +134,6 @@ class Server(LeasingServer):
         """All that have ever taken part, by session."""
         self.changes: dict[int, list[Change]] = {each: [] for each in self.numbers}
         """By fragment: those that wait for others'."""
-        self.looked_at = time.monotonic()
-        """When it looked last for workers that are late."""
 
     def go_on_from(self, rounds: RoundsState) -> None:
         """Take up a checkpoint's state, and what the run has begun with where nothing is said.
@@ -601,12 +597,13 @@ class Server(LeasingServer):
             self.context.log.info("%s answers again", peer.worker.name)
             self.send_weights(peer)
 
+    def was_away(self, away_s: float, now: float) -> None:
+        for peer in self.peers.values():
+            peer.progressed_at = min(now, peer.progressed_at + away_s)
+
     def leave_late(self, now: float) -> None:
         """Go on without those who are late; they begin again when they are heard of, or have come back."""
-        away_s, self.looked_at = now - self.looked_at, now
         for peer in self.peers.values():
-            if away_s > HELD_UP_S:  # what they have sent meanwhile may wait in the inbox
-                peer.progressed_at = min(now, peer.progressed_at + away_s)
             if peer.is_stalled:
                 if now - peer.progressed_at >= LONGEST_SILENCE_S:
                     peer.worker.live_session.cut("it has not answered for too long")

@@ -2,6 +2,7 @@
 
 import time
 import weakref
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -82,8 +83,8 @@ def peer_that_owes(*, since: float) -> Peer:
     return Peer(1.0, worker=worker, progressed_at=since)
 
 
-def server_of(peer: Peer, *, looked_at: float = 0.0) -> Any:
-    server: Any = Mock(peers={peer.id: peer}, looked_at=looked_at)
+def server_of(peer: Peer) -> Any:
+    server: Any = Mock(peers={peer.id: peer})
     server.config.grace = None
     server.ledger.asked.return_value = None
     server.heard = lambda it: Server.heard(server, it)
@@ -112,14 +113,15 @@ def test_who_is_late_with_a_change_takes_part_again_when_it_has_sent_all_of_it()
 def test_nobody_is_late_because_the_server_was_held_up() -> None:
     """What workers have sent meanwhile is still to be taken up."""
     peer = peer_that_owes(since=100.0)
-    server = server_of(peer, looked_at=101.0)
-    came_back = 101.0 + 2 * LEAST_PATIENCE_S
-    Server.leave_late(server, came_back)
-    assert not peer.is_stalled
-    Server.leave_late(server, came_back + 0.5)
-    assert not peer.is_stalled
-    for now in range(int(LEAST_PATIENCE_S)):
-        Server.leave_late(server, came_back + now)
+    server = server_of(peer)
+    server.decided_at, came_back = 101.0, 101.0 + 2 * LEAST_PATIENCE_S
+    server.was_away = partial(Server.was_away, server)
+    server.decide = partial(Server.leave_late, server)
+    for now in (came_back, came_back + 0.5):
+        Server.decide_at(server, now)
+        assert not peer.is_stalled
+    for seconds in range(int(LEAST_PATIENCE_S)):
+        Server.decide_at(server, came_back + seconds)
     assert peer.is_stalled
 
 

@@ -2,6 +2,7 @@
 
 import operator
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -232,6 +233,13 @@ def test_who_hangs_is_named_once_and_when_it_answers_again(stage: Stage) -> None
     stage.hand_out()
     stage.server.take_back_expired(2e6)
     assert len(stage.parts.happened(WorkerStalled)) == 2
+
+
+def test_nobody_is_late_because_the_server_was_held_up(stage: Stage) -> None:
+    """What workers have pushed meanwhile may wait in the inbox."""
+    puppet, lease = working(stage)
+    stage.server.decide_at(time.monotonic() + 1e6)
+    assert puppet.push(lease).outcome == "applied"
 
 
 def test_the_time_of_a_lease_begins_when_its_batch_has_been_loaded(stage: Stage) -> None:
