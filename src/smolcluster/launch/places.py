@@ -53,7 +53,7 @@ def machines_here(request: Request, settings: Settings, root: Path) -> Machines:
         is_free = is_free or settings_of(request, True, node).node.threads is not None
         return Machine(
             host=Host(node),
-            project_dir=str(root),
+            project_dir=str(Path.cwd()),  # what the user names is where a child would look for it
             runs_dir=str(root),
             python=sys.executable,
             overrides=data,

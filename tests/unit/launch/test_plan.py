@@ -18,6 +18,7 @@ from smolcluster.configs.schema import AlgorithmName, ClusterConfig, NodeConfig,
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError
 from smolcluster.launch.host import Host
+from smolcluster.launch.places import machines_here
 from smolcluster.launch.plan import Machine, Request, plan
 from smolcluster.runs.launched import Launched
 from smolcluster.runs.summary import Summary
@@ -63,6 +64,15 @@ def test_a_local_server_gets_everything_the_user_said() -> None:
         *("--run-id", "edp-1", "--no-progress", "--config", "edp", "--train-config", "nn"),
         *("--override", "num_epochs=5", "--override", "device=cpu", "--override", "threads=1"),
     )
+
+
+def test_a_local_process_starts_where_its_launch_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative path that the user says means the same to it, in tmux as well."""
+    monkeypatch.chdir(tmp_path)
+    machines = machines_here(request(config="edp"), SETTINGS, tmp_path / "runs")
+    assert {each.project_dir for each in machines.values()} == {str(tmp_path)}
 
 
 def test_a_local_worker_gets_its_place_and_only_what_belongs_to_a_machine() -> None:

@@ -58,7 +58,7 @@ def begin_inviting(run: Run, launched: Launched, root: Path, environ: Mapping[st
         role=INVITER,
         run_dir=str(root),
         session=session_name(launched.run_id, INVITER, None) if launched.has_sessions else "",
-        project_dir=str(root.parent),
+        project_dir=str(Path.cwd()),
         argv=(sys.executable, *MODULE, "smolcluster.cli", "invite", str(root)),
     )
     try:
