@@ -26,6 +26,7 @@ from smolcluster.launch.jobs.scheduler import (
     state_function,
     submit,
 )
+from smolcluster.launch.places import NOT_INHERITED
 from smolcluster.launch.plan import RANKS
 from smolcluster.launch.tmux import start, target
 from smolcluster.observability.parsing import parse_log_line
@@ -65,7 +66,7 @@ def begin(process: LaunchedProcess, env: Mapping[str, str]) -> None:
     host = host_of(process)
     file = f"{process.run_dir}/launch/{process.stem}.sh"
     try:
-        put(host, file, start_script(process, env).encode())
+        put(host, file, start_script(process, env).encode(errors="surrogateescape"))
         start(host, process, file)
     except LaunchError:
         with suppress(LaunchError):  # nobody else removes it, and it holds the environment
@@ -86,6 +87,7 @@ def put(host: Host, path: str, content: bytes) -> None:
 
 
 def start_script(process: LaunchedProcess, env: Mapping[str, str]) -> str:
+    """What a process's session runs; on this machine `env` is all that the process has in its environment."""
     run, stem = shell_path(process.run_dir), shlex.quote(process.stem)
     stated = with_hash_seed({**os.environ, **env})[HASH_SEED]
     exports = [
@@ -93,6 +95,7 @@ def start_script(process: LaunchedProcess, env: Mapping[str, str]) -> str:
     ]
     lines = [
         'rm -f -- "$0"; _smolcluster_asked=',  # a name that nobody exports
+        *(_unset_others(env) if process.ssh is None else ()),
         *exports,
         f"(umask 077; mkdir -p {run}/pids {run}/exits {run}/logs)",
         f"rm -f {run}/exits/{stem} {run}/{ASKED}/{stem}.*",
@@ -107,6 +110,16 @@ def start_script(process: LaunchedProcess, env: Mapping[str, str]) -> str:
         "exit $code",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _unset_others(env: Mapping[str, str]) -> list[str]:
+    """Tmux gives a session the environment of the launch that has started its server, however long ago."""
+    kept = " ".join(("PATH", *NOT_INHERITED, *env))
+    return [
+        "for _smolcluster_name in $(env | LC_ALL=C sed -n 's/^\\([A-Za-z_][A-Za-z0-9_]*\\)=.*/\\1/p'); do",
+        f"case ' {kept} ' in *\" $_smolcluster_name \"*) ;;",
+        '*) command unset "$_smolcluster_name" 2>/dev/null ;; esac; done',  # it may be readonly
+    ]
 
 
 def look_script(process: LaunchedProcess) -> str:

@@ -146,6 +146,29 @@ def test_a_variable_of_the_users_does_not_keep_a_process_from_starting(
     assert "export PYTHONHASHSEED=" in start_script(told, {}), "the same for all of a launch"
 
 
+def test_a_process_of_this_machine_has_the_environment_of_its_own_launch_only(
+    process: LaunchedProcess, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = process.model_copy(update={"project_dir": str(run), "argv": ("sh", "-c", "env > told")})
+    monkeypatch.setattr(sessions, "start", Mock())
+    before = {
+        "SMOLCLUSTER_LEARNING_RATE": "0.1",
+        "OLD": "c\nPATH=d",
+        "HELD": "then",
+        "TERM": "dumb",
+    }
+    file = f"{run}/launch/{process.stem}.sh"
+    for shell in filter(shutil.which, ("sh", "dash", "bash")):
+        begin(told, {"PATH": os.environ["PATH"], "NEW": "a\nb\udce9", "HELD": "now"})
+        done = subprocess.run(
+            [shell, "-c", 'readonly OLD; . "$0"', file], env=os.environ | before, check=False
+        )
+        assert done.returncode == 0
+        lines = (run / "told").read_bytes().splitlines()
+        assert {b"NEW=a", b"b\xe9", b"HELD=now", b"TERM=dumb"} < {*lines}
+        assert not [line for line in lines if line.startswith(b"SMOLCLUSTER_")]
+
+
 def test_where_a_session_begins_its_run_is_its_users_alone(
     process: LaunchedProcess, tmp_path: Path
 ) -> None:
