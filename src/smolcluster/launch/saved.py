@@ -224,7 +224,9 @@ def _kept(settings: Settings, paths: RunPaths, algorithm: str) -> Iterator[str]:
     yield from _assignments(node.model_copy(update=everybodys), only=("runs_dir", "secret_file"))
     yield from _assignments(node.dataset, "dataset.")
     own = ("device", "microbatch", *(["threads"] if algorithm == SINGLE else []))
-    yield from _assignments(node, f"nodes.{server}.", only=own)
+    stated = node.model_dump(mode="json", include={*own}, exclude_none=True)
+    for key, value in stated.items():  # the server's name may have dots
+        yield f"nodes={json.dumps({server: {key: value}}, ensure_ascii=False)}"
     for key, value in settings.of(config_of(spec_of(algorithm))).pinned(settings).items():
         yield f"{key}={json.dumps(value)}"
 

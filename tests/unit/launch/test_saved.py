@@ -396,6 +396,16 @@ def test_a_resumed_run_keeps_its_batch_whatever_the_number_of_workers(
         assert part in server
 
 
+def test_a_run_goes_on_whose_server_has_a_name_with_dots(
+    run: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stated = run.config.read_text().replace("mini1", "mini1.local")
+    run.config.write_text(stated.replace("microbatch: null", "microbatch: 4"))
+    assert resume(str(run.root), None, ["num_epochs=31"], LaunchOptions(dry_run=True)) == 0
+    server = shlex.split(capsys.readouterr().out.splitlines()[1])
+    assert 'nodes={"mini1.local": {"microbatch": 4}}' in server
+
+
 def test_a_script_s_run_goes_on_with_the_script(
     run: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
