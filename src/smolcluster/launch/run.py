@@ -306,7 +306,7 @@ class Run(ABC):
         """End all processes; Ctrl-C from now on kills them. `why`: how the run has failed, if it has."""
         with interrupts() as asked:
             result = stop_processes(
-                self._launched,
+                self._with_who_joined(),
                 in_a_hurry=lambda: in_a_hurry or signal.SIGINT in asked.received,
                 say=self.say,
                 server_grace_s=self.server_grace_s,
@@ -315,6 +315,12 @@ class Run(ABC):
         close_window(self._launched.run_id)
         forget(self._launched.run_id)
         return result
+
+    def _with_who_joined(self) -> Launched:
+        """The run with what was started in it since, from another terminal, as its folder tells."""
+        ours, told = self._launched, or_none(read_launched, self._paths.launched)
+        is_same = told is not None and (told.server, told.before) == (ours.server, ours.before)
+        return told if told is not None and is_same else ours
 
     def _show_summary(self) -> None:
         summary = SUMMARY.parse(text_of(self._launched.server, "summary.json"))
@@ -361,7 +367,8 @@ def missing_workers(
 ) -> list[LaunchedProcess]:
     """Those of the workers of whom the server has heard nothing since it wrote `before`.
 
-    It counts one whose machine has lost its power as present for some seconds.
+    It counts one whose machine has lost its power as present for some seconds. The number of one on another
+    machine may be held by who had it before, and was left out since.
     """
 
     def seen(told: RunStatus | None, rank: int | None) -> datetime | None:
@@ -369,11 +376,13 @@ def missing_workers(
         return found[0] if found else None
 
     told = status.workers if status else []
-    there = {each.rank for each in told if before is None or each.state == "joined"}
+    there = {each.rank: each.node for each in told if before is None or each.state == "joined"}
     return [
         each
         for each in workers
-        if each.rank not in there or seen(status, each.rank) == seen(before, each.rank)
+        if each.rank not in there
+        or (each.ssh is not None and there[each.rank] != each.node)
+        or seen(status, each.rank) == seen(before, each.rank)
     ]
 
 

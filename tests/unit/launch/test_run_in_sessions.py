@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import smolcluster.launch.run
 from harness import summary_of
 from processes import is_alive
 from reading import Terminal, server, status_of, worker, write
@@ -20,9 +21,11 @@ from smolcluster.launch import run_in_sessions
 from smolcluster.launch.flow import LaunchOptions
 from smolcluster.launch.interrupts import Interrupts
 from smolcluster.launch.kept import TOLD_FILE, StoredOptions, keep, request_again
+from smolcluster.launch.run import missing_workers
 from smolcluster.launch.run_in_sessions import RunInSessions
 from smolcluster.launch.saved import resume
 from smolcluster.launch.sessions import begin, exit_code
+from smolcluster.launch.stop import StopResult
 from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched, write_launched
 from smolcluster.runs.paths import RunPaths, create_run, latest_of
 from smolcluster.runs.status import Presence
@@ -128,6 +131,24 @@ def worker_of_before(paths: RunPaths) -> int:
     first = read_launched(paths.launched).workers[0]
     begin(first, {})
     return pid_of(first)
+
+
+@pytest.mark.parametrize("before", [None, "another launch of it"])
+def test_a_run_ends_with_what_was_started_in_it_since(
+    run: RunInSessions, paths: RunPaths, monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    late = worker(1, "pi6", None, str(paths.root))
+    told = run._launched.with_worker(late).model_copy(update={"before": before})
+    write_launched(paths.launched, told)
+    ended: list[Launched] = []
+
+    def end(launched: Launched, **_: object) -> StopResult:
+        ended.append(launched)
+        return StopResult(left=[], was_over=False)
+
+    monkeypatch.setattr(smolcluster.launch.run, "stop_processes", end)
+    assert run.stop() == 0
+    assert (late in ended[0].processes) is (before is None)
 
 
 @pytest.mark.usefixtures("own_tmux")
@@ -304,6 +325,18 @@ def test_who_waits_for_a_worker_is_told_what_it_last_logged(
         "waiting for worker 1 (pi5): no route to 10.0.0.2:65432; trying again",
         "waiting for worker 2 (pi5): it has logged nothing yet",
     ]
+
+
+@pytest.mark.parametrize(
+    ("node", "ssh", "is_missing"),
+    [("pi5", "pi@pi5", False), ("mini2", "pi@pi5", True), ("worker1", None, False)],
+)
+def test_who_was_left_out_is_not_the_worker_that_has_its_number_now(
+    node: str, ssh: str | None, is_missing: bool
+) -> None:
+    status = status_of(workers={0: (node, "joined")})
+    first = worker(0, "pi5", ssh)
+    assert missing_workers([first], status, None) == [first] * is_missing
 
 
 @pytest.mark.usefixtures("own_tmux")
