@@ -356,16 +356,20 @@ def put_configuration(
 ) -> None:
     """Write what the processes read, and the code of their workload, into their run's folders.
 
+    On this machine they read the files that the launch keeps.
+
     Raises:
         LaunchError: it cannot be written.
     """
     for process in {each.node: each for each in reversed(launched.processes)}.values():
-        put(host_of(process), f"{process.run_dir}/{CLUSTER_FILE}", cluster_file)
+        if process.ssh is not None:
+            put(host_of(process), f"{process.run_dir}/{CLUSTER_FILE}", cluster_file)
         if code is not None:
             put_code(host_of(process), process.run_dir, code.packed, code.name)
     readers = launched.processes if launched.is_group else (launched.server,)
     for process in readers:
-        put(host_of(process), f"{process.run_dir}/{TRAIN_FILE}", train_file)
+        if process.ssh is not None:
+            put(host_of(process), f"{process.run_dir}/{TRAIN_FILE}", train_file)
 
 
 class Scheduled(Site):
@@ -408,8 +412,12 @@ class Scheduled(Site):
             return sbatch_script(job, cluster.slurm)
         contents = cluster_bytes(asked.cluster_file), asked.train_file.read_bytes()
         files = dict(zip(names, map(bytes.decode, contents), strict=True))
-        objects = kubernetes.manifests(replace(job, files=files), cluster.kubernetes)
-        return kubernetes.to_yaml(objects)
+        own = cluster.kubernetes
+        stated = {
+            key: text for key, text in settings_in(os.environ).items() if key not in own.secrets
+        }
+        config = own.model_copy(update={"env": stated | own.env})
+        return kubernetes.to_yaml(kubernetes.manifests(replace(job, files=files), config))
 
     def show(self, _: Launched) -> None:
         """With a comment below the line that names the shell, if there is one."""

@@ -56,11 +56,11 @@ def keep(
     """
     try:
         (paths.root / CLUSTER_FILE).parent.mkdir(mode=0o700, exist_ok=True)
-        (paths.root / TOLD_FILE).touch(mode=0o600)
         contents = (cluster_file, train_file, TOLD.text(told), packed)
         for name, content in zip(LAUNCH_FILES, contents, strict=True):
             if content is not None:
                 remember(paths.run_id, name, content)
+                (paths.root / name).touch(mode=0o600)
                 (paths.root / name).write_bytes(content)
     except OSError as error:
         raise LaunchError(f"{paths.root} cannot be written: {error.strerror or error}") from error

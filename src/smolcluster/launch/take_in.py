@@ -8,19 +8,19 @@ meanwhile ends it too, and changed back if it does not come.
 """
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from smolcluster.configs.begun import WORKLOAD_FOLDER, remember
 from smolcluster.configs.load import dump_yaml, parse_yaml, read_config
+from smolcluster.configs.overrides import without_workload
 from smolcluster.configs.schema import ClusterConfig, Settings
-from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError, LaunchError, Rejected
 from smolcluster.launch.host import shell_path
-from smolcluster.launch.kept import check_launched_here, cluster_bytes
+from smolcluster.launch.kept import check_launched_here, cluster_bytes, request_again
 from smolcluster.launch.places import (
     machines_of,
     own_secret_file,
@@ -31,14 +31,13 @@ from smolcluster.launch.plan import (
     TRAIN_FILE,
     Machine,
     Machines,
-    Request,
     plan,
 )
 from smolcluster.launch.prepare import examine, make_ready
 from smolcluster.launch.project import Project, read_project
 from smolcluster.launch.requests import settings_of
 from smolcluster.launch.run_in_sessions import RunInSessions
-from smolcluster.launch.sessions import exit_code, put, status_of
+from smolcluster.launch.sessions import exit_code, host_of, put, status_of
 from smolcluster.launch.shipping import ROLE as SHIPPER
 from smolcluster.launch.shipping import begin_shippers, loki_of, with_shippers
 from smolcluster.launch.tmux import session_name
@@ -145,17 +144,37 @@ def join_cluster(paths: RunPaths, launched: Launched, wanted: JoinOptions) -> in
         one_of_each = {each.node: each for each in processes}.values()
         for process in one_of_each:
             host = machines[process.node].host
-            put(host, f"{process.run_dir}/{CLUSTER_FILE}", cluster_bytes(file))
             if code is not None and packed.is_file():
                 put_code(host, process.run_dir, packed.read_bytes(), code)
-        for process in processes:
-            run.add(process)
+        _put_cluster_file(one_of_each, file)
+        with _kept_as(file, paths):
+            for process in processes:
+                run.add(process)
         if any(each.role == SHIPPER for each in launched.shippers):
             for process in one_of_each:
                 _ship(paths, process, machines[process.node].env, settings, run.say)
-        remember(paths.run_id, CLUSTER_FILE, file.read_bytes())
-        file.replace(paths.root / CLUSTER_FILE)
     return 0
+
+
+def _put_cluster_file(processes: Iterable[LaunchedProcess], file: Path) -> None:
+    """Bring it to the machines of these processes but this one, on which they read what is kept."""
+    for process in processes:
+        if process.ssh is not None:
+            put(host_of(process), f"{process.run_dir}/{CLUSTER_FILE}", cluster_bytes(file))
+
+
+@contextmanager
+def _kept_as(file: Path, paths: RunPaths) -> Iterator[None]:
+    """Keep this as the run's cluster file; if the block fails, the one from before is back."""
+    kept = paths.root / CLUSTER_FILE
+    before = kept.read_bytes()
+    remember(paths.run_id, CLUSTER_FILE, file.read_bytes())
+    file.replace(kept)
+    try:
+        yield
+    except BaseException:
+        kept.write_bytes(before)
+        raise
 
 
 def _who_has_gone(paths: RunPaths) -> str:
@@ -202,14 +221,11 @@ def _is_alive(launched: Launched, role: str, node: str) -> bool:
 def _planned(
     paths: RunPaths, launched: Launched, cluster_file: Path, project: Project
 ) -> tuple[Settings, Machines, Launched]:
-    """The whole run as a launch with this cluster file would plan it."""
+    """The whole run as a launch with this cluster file, told the same as before, would plan it."""
     train_file = paths.root / TRAIN_FILE
-    request = Request(
-        algorithm=get_algorithm(launched.algorithm),
-        config=str(cluster_file),
-        train_config=str(train_file),
-        overrides=launched.overrides,
-    )
+    again = request_again(paths, launched, ())
+    told = tuple(without_workload(again.overrides))
+    request = replace(again, config=str(cluster_file), overrides=told, script=None)
     settings = settings_of(request, local=False)
     workload, script = workload_of(launched.server), script_of(launched.workers[0])
     request = replace(request, workload=workload, script=script)

@@ -3,27 +3,37 @@
 import subprocess
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from rich.console import Console
 
 from harness import local_settings
 from reading import status_of
 from smolcluster.configs.begun import WORKLOAD_FOLDER, code_note, folder_digest, remember
+from smolcluster.configs.load import dump_yaml
 from smolcluster.configs.resolve import save_resolved
 from smolcluster.configs.schema import ClusterConfig
-from smolcluster.errors import ConfigError
+from smolcluster.errors import ConfigError, LaunchError
+from smolcluster.launch import flow
 from smolcluster.launch import join as joining
 from smolcluster.launch import take_in as taking_in
+from smolcluster.launch.host import Host
 from smolcluster.launch.join import address_of, own_name
+from smolcluster.launch.kept import StoredOptions, check_launched_here, keep
+from smolcluster.launch.project import Project
+from smolcluster.launch.run_in_sessions import RunInSessions
 from smolcluster.launch.take_in import JoinOptions, with_worker
 from smolcluster.runs.launched import Launched, LaunchedProcess, write_launched
-from smolcluster.runs.paths import create_run
+from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.status import write_status
 from smolcluster.wire.dialling import Address
+from smolcluster.wire.security import ensure_secret
 from waiting import DEADLINE_S
 
 RAW: dict[str, Any] = {
@@ -200,6 +210,77 @@ def test_two_machines_are_brought_in_one_after_the_other(
         assert joining.join(str(paths.root), JoinOptions(name="a")) == 0
         assert second[0].result(DEADLINE_S) == 0
     assert order == ["a", "b"]
+
+
+@pytest.fixture
+def launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, console: Console
+) -> tuple[RunPaths, Launched]:
+    """A run on other machines that goes on, into which machines are brought without a word to them."""
+    for name, value in {"SECRET_FILE": str(tmp_path / "secret"), "PORT": "1"}.items():
+        monkeypatch.setenv(f"SMOLCLUSTER_{name}", value)
+    monkeypatch.delenv("SMOLCLUSTER_PORT")  # what a run brings back of it goes with the test
+    ensure_secret(tmp_path / "secret")
+    paths = create_run(tmp_path / "runs", "edp-1")
+    told = StoredOptions(
+        environ={"SMOLCLUSTER_PORT": "6001"},
+        overrides=("nodes.mini9.env.KEY=theirs", "workload=os:system"),
+    )
+    cluster = dump_yaml({**RAW, "nodes": {"pi5": {"env": {"KEY": "its"}}}}).encode()
+    keep(paths, cluster, b"dataset: {name: digits}\n", told)
+    processes = (process("mini1", None), process("pi5", 0))
+    launched = Launched(run_id="edp-1", algorithm="edp", processes=processes)
+    write_launched(paths.launched, launched)
+    monkeypatch.setattr(taking_in, "status_of", lambda _: status_of())
+    monkeypatch.setattr(taking_in, "exit_code", lambda _: None)
+    monkeypatch.setattr(taking_in, "read_project", lambda _: Project({}))
+    monkeypatch.setattr(taking_in, "SteadyConsole", lambda: console)
+    for name in ("examine", "make_ready"):
+        monkeypatch.setattr(taking_in, name, Mock())
+    return paths, launched
+
+
+@pytest.mark.parametrize("comes", [True, False])
+@pytest.mark.parametrize("place", ["local", "me@mini9"])
+def test_who_joins_is_told_what_the_launch_was_and_is_kept_only_if_it_comes(
+    launched: tuple[RunPaths, Launched], monkeypatch: pytest.MonkeyPatch, place: str, comes: bool
+) -> None:
+    paths, _ = launched
+    kept, brought = paths.root / "launch/cluster.yaml", dict[str, bytes]()
+    before, begun = kept.read_bytes(), dict[str, str]()
+
+    def put(host: Host, _path: str, content: bytes) -> None:
+        brought[host.node] = content
+
+    def add(run: RunInSessions, worker: LaunchedProcess) -> None:
+        begun.update(run._env[worker.node])
+        read = kept.read_bytes() if place == "local" else brought["mini9"]
+        assert b"mini9" in read
+        assert (b"its" in read) is (place == "local")
+        if not comes:
+            raise LaunchError("it does not come")
+
+    monkeypatch.setattr(taking_in, "put", put)
+    monkeypatch.setattr(RunInSessions, "add", add)
+    wanted = JoinOptions("mini9", address="10.0.0.1", overrides=(f"ssh={place}",))
+    with nullcontext() if comes else pytest.raises(LaunchError, match="does not come"):
+        taking_in.join_cluster(*launched, wanted)
+    assert {("SMOLCLUSTER_PORT", "6001"), ("KEY", "theirs")} < {*begun.items()}
+    assert (kept.read_bytes() == before) is not comes
+    assert brought.keys() == ({"mini9"} if place != "local" else set())
+    check_launched_here(paths)
+
+
+def test_on_this_machine_a_launch_leaves_what_it_keeps_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = process("mini1", None).model_copy(update={"ssh": None, "run_dir": str(tmp_path)})
+    processes = (here, process("pi5", 0))
+    put = Mock()
+    monkeypatch.setattr(flow, "put", put)
+    launched = Launched(run_id="edp-1", algorithm="edp", processes=processes)
+    flow.put_configuration(launched, b"cluster", b"train", None)
+    assert [each.args[0].node for each in put.call_args_list] == ["pi5"]
 
 
 WRITES_ITS_LOG = """

@@ -297,8 +297,15 @@ def test_no_text_is_taken_for_a_variable_or_a_truth() -> None:
     assert list(old.load_all(to_yaml(made))) == made
 
 
-def test_no_secret_is_in_an_object(tmp_path: Path) -> None:
+def test_what_a_launch_was_told_is_in_an_object_and_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     overrides = ("kubernetes.image=a", "nodes.node1.env.TOKEN=sesame", "batch_size=32")
+    overrides += ("kubernetes.env.SMOLCLUSTER_SEED=7", "kubernetes.secrets.SMOLCLUSTER_PORT=s/port")
+    monkeypatch.setenv("SMOLCLUSTER_NUM_EPOCHS", "7")
+    monkeypatch.setenv("SMOLCLUSTER_SEED", "8")
+    monkeypatch.setenv("SMOLCLUSTER_PORT", "6000")
+    monkeypatch.setenv("SMOLCLUSTER_NODES__NODE1__ENV__TOKEN", "sesame")
     cluster = tmp_path / "c.yaml"
     shipped = find_config("mesh", "cluster").read_text()
     cluster.write_text(shipped + "nodes: {node2: {env: {KEY: sesame}}}\n")
@@ -307,4 +314,9 @@ def test_no_secret_is_in_an_object(tmp_path: Path) -> None:
     launched = site.plan("mesh-1")
     assert "sesame" not in site.text + str(launched)
     assert "batch_size=32" in site.text
+    objects = list(YAML(typ="safe").load_all(site.text))
+    [container] = pod(objects[-1])["containers"]
+    env = {each["name"]: each.get("value") for each in container["env"]}
+    assert env.items() >= {"SMOLCLUSTER_NUM_EPOCHS": "7", "SMOLCLUSTER_SEED": "7"}.items()
+    assert [each["name"] for each in container["env"]].count("SMOLCLUSTER_PORT") == 1
     assert launched.server.argv[-2:] == ("-f", "-")
