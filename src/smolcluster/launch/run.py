@@ -75,13 +75,16 @@ class Run(ABC):
         self._view = ProgressView(console, num_epochs=num_epochs)
         self._waiting: list[LaunchedProcess] = []
         """Workers that are there from before, and look for their server."""
+        self._left_out: list[LaunchedProcess] = []
+        """Processes of before on nodes that take no part any more."""
         self._newest_before: str | None = None
 
     def keep_what_waits(self, *, without: Collection[str] = ()) -> None:
         """Find the workers of a run that goes on which still look for their server.
 
         Kept is who was started by the same command in the same folder, whose name is that of its code; the
-        start ends the others. Nodes that are left out are not asked: they may be out of reach.
+        start ends the others. Nodes that are left out are not asked: they may be out of reach, so that the
+        start only tries to end what is there.
 
         Raises:
             RunBusy: its server is alive.
@@ -99,6 +102,7 @@ class Run(ABC):
                 "stops it"
             )
         self._waiting = waiting
+        self._left_out = [each for each in before.processes if each not in asked]
 
     # what each kind of process does in its own way
 
@@ -176,6 +180,11 @@ class Run(ABC):
         self._launched = self._launched.model_copy(update={"before": before})
 
     def _end_outdated(self) -> None:
+        def end_left_out(process: LaunchedProcess) -> None:
+            with suppress(LaunchError):
+                kill(process)
+
+        at_once(end_left_out, self._left_out)
         for worker in self._waiting:
             if worker not in self._launched.workers and kill(worker) is Ending.REMAINS:
                 raise LaunchError(f"{worker.title} of before does not end: its disk may hang")

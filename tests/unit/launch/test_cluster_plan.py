@@ -259,7 +259,7 @@ def test_a_run_of_one_machine_goes_on_with_all_that_it_has(tmp_path: Path) -> No
         resume(str(tmp_path / RUN_ID), None, [], LaunchOptions(), without=["pi5"])
 
 
-def test_of_machines_that_are_left_out_nobody_is_asked(
+def test_machines_that_are_left_out_are_not_asked_and_what_they_run_is_ended_if_it_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = create_run(tmp_path, RUN_ID)
@@ -269,11 +269,16 @@ def test_of_machines_that_are_left_out_nobody_is_asked(
 
     def run(host: Host, *_: object, **__: object) -> Done:
         asked.add(host.node)
+        if host.node == "pi5":
+            raise host.unreachable("timed out")
         return Done(0, "gone\n", "")
 
     monkeypatch.setattr(Host, "run", run)
-    RunInSessions(launched, paths, Console()).keep_what_waits(without=["pi5"])
+    again = RunInSessions(launched, paths, Console())
+    again.keep_what_waits(without=["pi5"])
     assert asked == {"mini1", "mac.book-2"}
+    again._end_outdated()
+    assert asked == {"mini1", "mac.book-2", "pi5"}
 
 
 @pytest.mark.parametrize(
