@@ -87,6 +87,16 @@ def test_a_named_loss_is_the_same_on_another_machine() -> None:
         assert code_digest(Net(), there) == code_digest(Net(), loss_of(loss_fn, None))
 
 
+def test_by_default_it_is_of_the_logits_whatever_methods_a_model_of_ones_own_has() -> None:
+    class WithLoss(Net):
+        def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+            return functional.cross_entropy(inputs, targets)
+
+    batch = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+    total, count = loss_of(None, None)(WithLoss(), batch)
+    assert (float(total) / count).item() == pytest.approx(functional.cross_entropy(*batch).item())
+
+
 @pytest.mark.parametrize("name", [None, "relu", "Linear", "os.system", 3, ["mse_loss"]])
 def test_a_server_names_no_other_code(name: object) -> None:
     with pytest.raises(ConfigError, match="loss_fn"):

@@ -2,7 +2,6 @@
 
 import logging
 import math
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -106,14 +105,13 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Terms:
     """Cross-entropy over the targets but those of `NO_TERM`.
 
     Args:
-        model: maps inputs to logits (batch, classes) or (batch, seq, classes), or has a method `loss` that
-            maps inputs and targets to the sum, (), such as one that never holds all logits at once.
+        model: maps inputs to logits (batch, classes) or (batch, seq, classes). A `GPT` is asked for its own
+            sum, for which it never holds all logits at once.
         batch: inputs (batch, …), and targets, class indices (batch,) or (batch, seq).
     """
     inputs, targets = batch
-    own_loss: Callable[[Tensor, Tensor], Tensor] | None = getattr(model, "loss", None)
-    if own_loss is not None:
-        return own_loss(inputs, targets), (targets != NO_TERM).sum()
+    if isinstance(model, GPT):
+        return model.loss(inputs, targets), (targets != NO_TERM).sum()
     return cross_entropy_of(model(inputs), targets)
 
 
