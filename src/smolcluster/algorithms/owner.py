@@ -320,9 +320,9 @@ def write_artifacts(paths: RunPaths, training: TrainingContext, log: logging.Log
     """Draw the curves, write a sample and the report; what cannot be had is a warning: the run is over."""
     with _or_a_warning(log):
         draw_curves(paths)
-    sample_text, model = training.workload.sample_text, training.replica.model
-    if sample_text is not None and training.replica.device.type != "meta":
-        with _or_a_warning(log):
+    sample_text, replica = training.workload.sample_text, training.replica
+    if sample_text is not None and replica.device.type != "meta":
+        with _or_a_warning(log), replica.evaluating() as model:
             write_whole(paths.sample, sample_text(model, training.seed) + "\n")
     with _or_a_warning(log):
         write_report(paths)

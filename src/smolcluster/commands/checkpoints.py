@@ -17,7 +17,7 @@ from smolcluster.models.gpt2_weights import write_gpt2
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.launched import launched_of
 from smolcluster.runs.paths import RunPaths
-from smolcluster.training.checkpoint import BEST, LATEST, CheckpointInfo, export
+from smolcluster.training.checkpoint import BEST, LATEST, CheckpointInfo, evaluated, export
 from smolcluster.training.merging import write_adapters, write_merged
 from smolcluster.training.named import load_named
 from smolcluster.training.pretrained import Pretrained
@@ -68,7 +68,8 @@ def export_model(
     """Write a run's `model.safetensors`, the newest good one or the best one, into a folder.
 
     With `transformers` it is a GPT, or what was trained of a `Pretrained` model, in the format of the library
-    of that name; adapters in that of peft. `workload`: see `pretrained_of`.
+    of that name; adapters in that of peft; with the weights that the run evaluates. `workload`: see
+    `pretrained_of`.
 
     Raises:
         CheckpointError: there is none, or it cannot be written.
@@ -79,11 +80,11 @@ def export_model(
     if not transformers:
         target = export(checkpoint, folder)
     elif load_resolved(paths.config).train.workload is None:
-        write_gpt2(checkpoint.model, gpt_config(paths), folder)
+        write_gpt2(evaluated(checkpoint), gpt_config(paths), folder)
     else:
         model = pretrained_of(paths, workload)
         write = write_merged if model.lora is None else write_adapters
-        write(model, checkpoint.model, folder)
+        write(model, evaluated(checkpoint), folder)
     sys.stdout.write(f"step {checkpoint.state.step} of run {paths.run_id} -> {target}\n")
     if checkpoint.state.base is not None and not transformers:
         sys.stdout.write(
@@ -104,7 +105,7 @@ def merge_model(run: str, folder: Path, *, best: bool, workload: str | None = No
     """
     paths, checkpoint = saved_model(run, best=best)
     model = pretrained_of(paths, workload)
-    write_merged(model, checkpoint.model, folder)
+    write_merged(model, evaluated(checkpoint), folder)
     sys.stdout.write(
         f"step {checkpoint.state.step} of run {paths.run_id}, merged into {model.folder} -> {folder}\n"
     )

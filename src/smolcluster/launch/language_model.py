@@ -16,7 +16,7 @@ from smolcluster.launch.watch.fetch import brought
 from smolcluster.models.gpt import GPT
 from smolcluster.models.sampling import sample
 from smolcluster.runs.paths import RunPaths
-from smolcluster.training.checkpoint import LATEST, Checkpoint
+from smolcluster.training.checkpoint import LATEST, Checkpoint, evaluated
 from smolcluster.utils.units import format_bytes
 
 EMBEDDING = "wte.weight"
@@ -156,7 +156,7 @@ def gpt_config(paths: RunPaths) -> GPTConfig:
 
 
 def gpt_of(paths: RunPaths, checkpoint: Checkpoint) -> GPT:
-    """The language model of a checkpoint, in evaluation mode.
+    """The language model of a checkpoint with the weights that the run evaluates, in evaluation mode.
 
     Raises:
         ConfigError: it is none.
@@ -165,7 +165,7 @@ def gpt_of(paths: RunPaths, checkpoint: Checkpoint) -> GPT:
     config = gpt_config(paths)
     try:
         model = GPT(config, len(checkpoint.model[EMBEDDING]))
-        model.load_state_dict(dict(checkpoint.model))
+        model.load_state_dict(dict(evaluated(checkpoint)))
     except (KeyError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{checkpoint.path} is of another model: {reason}") from error

@@ -754,6 +754,11 @@ def averaged(checkpoint: Checkpoint) -> dict[str, Tensor]:
     }
 
 
+def evaluated(checkpoint: Checkpoint) -> Mapping[str, Tensor]:
+    """The model with the weights that its validation loss is of: their average, if the run has one."""
+    return averaged(checkpoint) or checkpoint.model
+
+
 def _name(step: int) -> str:
     return f"step-{step:08d}"
 

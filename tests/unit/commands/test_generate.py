@@ -32,6 +32,8 @@ from smolcluster.models.sampling import sample
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.summary import Summary, read_summary
 from smolcluster.training.build import build
+from smolcluster.training.builtin import SAMPLE_TOKENS, TEMPERATURE, TOP_K
+from smolcluster.training.checkpoint import averaged
 from smolcluster.utils.stopping import Interrupted
 from texts import tiny_settings, train_alone, write_text
 
@@ -45,9 +47,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         be_alone(patch, folder)
         text = write_text(folder / "text.txt")
-        settings = tiny_settings(
-            text, folder / "runs", "checkpoint_steps=5", "training.eval_steps=5", algorithm="single"
-        )
+        often = "checkpoint_steps=5", "training.eval_steps=5", "ema_decay=0.9"
+        settings = tiny_settings(text, folder / "runs", *often, algorithm="single")
         train_alone(settings, "mine")
     return folder / "runs" / "mine"
 
@@ -114,6 +115,15 @@ def test_it_writes_what_the_best_model_says_after_the_beginning_of_a_document(
     tokens = sample(model, [0, *b"the cat"], 40, generator=generator, **chosen)
     expected = "the cat" + bytes(tokens).decode(errors="replace") + "\n"
     assert written(run, capsys, **wish) == expected
+
+
+def test_a_run_s_sample_is_of_the_weights_that_it_evaluates(run: RunPaths) -> None:
+    newest = store_of(run).newest_good()
+    assert newest is not None
+    generator = torch.Generator().manual_seed(newest.state.seed)
+    wish = {"temperature": TEMPERATURE, "top_k": TOP_K, "generator": generator}
+    tokens = sample(gpt_of(run, newest), [0], SAMPLE_TOKENS, **wish)
+    assert run.sample.read_text() == bytes(tokens).decode(errors="replace") + "\n"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
@@ -285,17 +295,17 @@ def test_what_is_exported_can_be_trained_on(run: RunPaths, tmp_path: Path) -> No
     text = write_text(tmp_path / "text.txt")
     settings = tiny_settings(text, None, f"model.pretrained={folder}")
     training = build(settings.train, 1, settings.node.dataset, torch.device("cpu"))
-    expected = load_file(run.checkpoints / "best" / "model.safetensors")
+    best = store_of(run).best()
+    assert best is not None
+    expected = averaged(best)
+    assert not torch.equal(expected["wte.weight"], best.model["wte.weight"])
     parameters = dict(training.replica.model.named_parameters())
     assert parameters.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(parameters[name], tensor), name
     evaluation = training.evaluate()
     assert evaluation is not None
-    assert evaluation.loss == pytest.approx(
-        store_of(run).best().state.val_loss,  # type: ignore[union-attr]
-        rel=1e-5,
-    )
+    assert evaluation.loss == pytest.approx(best.state.val_loss, rel=1e-5)
 
 
 # Going on
