@@ -182,6 +182,19 @@ def public_overrides(overrides: Iterable[str]) -> list[str]:
     return public
 
 
+def public_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of an environment whose settings others may see.
+
+    Raises:
+        ConfigError: an unknown key, or a value that is no YAML.
+    """
+    return {
+        name: text
+        for name, text in environ.items()
+        if not any(map(_is_secret, from_environment({name: text})))
+    }
+
+
 def workload_overrides(stated: str | None) -> list[str]:
     """What `--workload` stands for.
 

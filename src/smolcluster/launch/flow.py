@@ -19,7 +19,11 @@ from rich.console import Console
 from rich.text import Text
 
 from smolcluster.configs.checks import check_unencrypted
-from smolcluster.configs.overrides import unused_overrides, workload_overrides
+from smolcluster.configs.overrides import (
+    public_variables,
+    unused_overrides,
+    workload_overrides,
+)
 from smolcluster.configs.schema import config_of
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.doctor.checks_links import check_links, check_port
@@ -413,9 +417,8 @@ class Scheduled(Site):
         contents = cluster_bytes(asked.cluster_file), asked.train_file.read_bytes()
         files = dict(zip(names, map(bytes.decode, contents), strict=True))
         own = cluster.kubernetes
-        stated = {
-            key: text for key, text in settings_in(os.environ).items() if key not in own.secrets
-        }
+        public = public_variables(settings_in(os.environ))
+        stated = {name: text for name, text in public.items() if name not in own.secrets}
         config = own.model_copy(update={"env": stated | own.env})
         return kubernetes.to_yaml(kubernetes.manifests(replace(job, files=files), config))
 

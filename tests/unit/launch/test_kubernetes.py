@@ -306,6 +306,8 @@ def test_what_a_launch_was_told_is_in_an_object_and_no_secret(
     monkeypatch.setenv("SMOLCLUSTER_SEED", "8")
     monkeypatch.setenv("SMOLCLUSTER_PORT", "6000")
     monkeypatch.setenv("SMOLCLUSTER_NODES__NODE1__ENV__TOKEN", "sesame")
+    monkeypatch.setenv("SMOLCLUSTER_NODES__NODE1", "{env: {KEY: sesame}}")
+    monkeypatch.setenv("SMOLCLUSTER_ENV__KEY", "sesame")
     cluster = tmp_path / "c.yaml"
     shipped = find_config("mesh", "cluster").read_text()
     cluster.write_text(shipped + "nodes: {node2: {env: {KEY: sesame}}}\n")
