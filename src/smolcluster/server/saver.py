@@ -2,6 +2,7 @@
 
     step -> copy, by a thread of its own -> (evaluation of that step, if there is one) -> disk, by another
 
+An evaluation that comes later, such as that of an attached loop, is added to the checkpoint.
 The run's end goes to the disk before it is evaluated, so that no evaluation that fails can lose it.
 
 On a device for one thread only the server copies itself, between two steps.
@@ -83,6 +84,8 @@ class Saver:
         self._copier = executor_beside(source.replica.device, "copier")
         self._copying: Future[Snapshot] | None = None
         self._copied: Snapshot | None = None
+        self._submitted: TrainingState | None = None
+        """What the newest one that was handed to the disk says."""
         self._is_evaluated = False
         self._newest_step = report.counts.version
         self._skips_end = False
@@ -147,10 +150,7 @@ class Saver:
                     "the weights of step %d are saved; only their evaluation failed", submitted.step
                 )
             raise
-        if submitted is not None and self._writer is not None:
-            known = self._report.with_evaluation(submitted)
-            if known != submitted:
-                self._writer.tell(known)
+        self._tell()
         return summary
 
     def skip_end(self) -> None:
@@ -176,6 +176,16 @@ class Saver:
             is_known = self._report.evaluated_version == self._copied.state.step
             if is_known or not self._is_evaluated:
                 self._submit()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Add the validation loss of the newest step that was handed to the disk, if it has come since."""
+        if self._submitted is None or self._writer is None:
+            return
+        known = self._report.with_evaluation(self._submitted)
+        if known.val_loss != self._submitted.val_loss:
+            self._submitted = known
+            self._writer.tell(known)
 
     def _take(self) -> None:
         """Begin to copy. What still waited for its evaluation goes to the disk without."""
@@ -196,6 +206,7 @@ class Saver:
         if copied is None or self._writer is None:
             return None
         state = self._report.with_evaluation(copied.state)
+        self._submitted = state
         self._writer.submit(replace(copied, state=state))
         return state
 

@@ -509,6 +509,7 @@ class CheckpointWriter:
         self._spare: Snapshot | None = None
         self._ending = False
         self._reported: set[object] = set()
+        self._saved_step: int | None = None
         self._failed_step: int | None = None
         self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
 
@@ -567,9 +568,10 @@ class CheckpointWriter:
             self._log.debug("step %d is not saved: the disk was busy until step %d came", *steps)
 
     def tell(self, state: TrainingState) -> None:
-        """What has become known of the last snapshot since it was submitted; said at the end."""
+        """What has become known of the last snapshot since it was submitted; said when that is saved."""
         with self._changed:
             self._told = state
+            self._changed.notify_all()
 
     def take_spare(self) -> Snapshot | None:
         """A snapshot that is on the disk, or was dropped, for its memory to be used again."""
@@ -578,22 +580,33 @@ class CheckpointWriter:
         return spare
 
     def _run(self) -> None:
-        while (snapshot := self._next()) is not None:
-            self._write(snapshot)
+        while (task := self._next()) is not None:
+            if isinstance(task, TrainingState):
+                self._say(task)
+                continue
+            self._write(task)
             with self._changed:
-                self._spare = snapshot
-        if self._told is not None and self._failed_step is None:
-            try:
-                self._store.tell(self._told)
-            except CheckpointError as error:
-                self._log.warning("%s", error)
+                self._spare = task
 
-    def _next(self) -> Snapshot | None:
-        """Wait for a snapshot; None at the end."""
+    def _next(self) -> Snapshot | TrainingState | None:
+        """Wait for a snapshot, or for what is told of the one that is saved; None at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting is not None or self._ending)
-            snapshot, self._waiting = self._waiting, None
-        return snapshot
+            while True:
+                told, self._told = self._told, None
+                if told is not None and told.step == self._saved_step:
+                    return told
+                if self._waiting is not None:
+                    snapshot, self._waiting, self._told = self._waiting, None, told
+                    return snapshot
+                if self._ending:
+                    return None
+                self._changed.wait()
+
+    def _say(self, told: TrainingState) -> None:
+        try:
+            self._store.tell(told)
+        except Exception as error:  # whatever it is, a run is worth more than its checkpoint
+            self._log.warning("step %d: its validation loss is not kept: %s", told.step, error)
 
     def _write(self, snapshot: Snapshot) -> None:
         """Save it, or warn: once a kind of error until a checkpoint succeeds again."""
@@ -602,7 +615,7 @@ class CheckpointWriter:
             self._before_saving()
             place = self._store.save(snapshot)
             self._reported.clear()
-            self._failed_step = None
+            self._saved_step, self._failed_step = step, None
             self._on_saved(step, place)
         except Exception as error:  # whatever it is, a run is worth more than its checkpoint
             known = isinstance(error, CheckpointError)

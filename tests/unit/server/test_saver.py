@@ -1,5 +1,6 @@
 """When a server saves: at the right steps, what was there at the step, and in nobody's way."""
 
+import os
 import queue
 import signal
 import threading
@@ -38,6 +39,7 @@ from smolcluster.training.loop import StepTaken
 from smolcluster.training.replica import Replica
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.stopping import Interrupted
+from waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("no_flushing")
 COPY_S = 0.05
@@ -346,6 +348,26 @@ def test_the_validation_loss_of_the_very_step_is_in_its_checkpoint(shared_parts:
         assert snapshot.state.val_loss == 0.25, "it was waited for"
         assert_is_of(snapshot, 2)
         assert shelf.rest() == []
+
+
+def test_a_loss_that_nobody_waited_for_is_added_and_its_checkpoint_kept_as_the_best(
+    shared_parts: Parts, tmp_path: Path
+) -> None:
+    """As of a loop that attaches: it evaluates when its step has been saved."""
+    store = CheckpointStore(tmp_path / "checkpoints", 1, logger([]))
+    training = Training(shared_parts, store, 1)
+
+    def is_at(link: str, step: int) -> bool:
+        training.saver.tick()
+        return os.path.realpath(store.folder / link).endswith(f"step-{step:08}")
+
+    with training.saver:
+        for version, loss, best in ((1, 0.5, 1), (2, 0.25, 2), (3, 0.75, 2)):
+            training.step()
+            eventually(lambda step=version: is_at("latest", step))  # type: ignore[misc]
+            training.evaluate(version, loss)
+            eventually(lambda step=best: is_at("best", step))  # type: ignore[misc]
+    assert [(each.step, each.val_loss) for each in store.list()] == [(2, 0.25), (3, 0.75)]
 
 
 def test_a_loss_that_comes_before_the_copy_is_complete_is_taken_as_well(

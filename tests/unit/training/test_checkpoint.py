@@ -50,6 +50,7 @@ from smolcluster.training.checkpoint import (
 )
 from smolcluster.training.replica import Replica
 from smolcluster.utils.retry import Deadline
+from waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("no_flushing")
 FILES = (MODEL_FILE, OPTIMIZER_FILE, STATE_FILE)
@@ -1169,6 +1170,20 @@ def test_a_failure_is_told_once_a_kind_until_it_works_again(
         "`uv run smolcluster checkpoints`",
     ]
     assert steps_in(store) == [7]
+
+
+def test_the_writer_says_what_it_is_told_of_the_step_that_is_saved_and_of_no_other(
+    store: CheckpointStore,
+) -> None:
+    lines: list[str] = []
+    with CheckpointWriter(store, logger(lines)) as writer:
+        writer.submit(snapshot_of(1))
+        writer.tell(state_of(1, val_loss=0.5))
+        eventually(store.best)
+        writer.tell(state_of(7, val_loss=0.25))
+        writer.submit(snapshot_of(2))
+    assert [(each.step, each.val_loss) for each in store.list()] == [(1, 0.5), (2, None)]
+    assert lines == []
 
 
 def test_the_writer_keeps_one_spare_snapshot_for_its_memory(store: CheckpointStore) -> None:
