@@ -199,10 +199,11 @@ class Worker:
         others = set(range(len(self.versions))).difference(fragments)
         if is_gradient and loss.overflow is None:
             self.copy.add_gradient(loss.num_terms, others)
-        grad_norm = self.copy.clip(self.train.gradient_clipping)
-        if not self.train.gradient_clipping.enabled:
-            check_norm(grad_norm)
-        if loss.overflow is None:
+        grad_norm = 0.0
+        if loss.overflow is None:  # else the executor's gradient may be infinite
+            grad_norm = self.copy.clip(self.train.gradient_clipping)
+            if not self.train.gradient_clipping.enabled:
+                check_norm(grad_norm)
             held = range(len(self.versions)) if is_gradient else others
             self.copy.step(lease.assignment.learning_rate, held)
             for number in fragments:

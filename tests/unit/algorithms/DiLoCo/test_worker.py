@@ -1,5 +1,6 @@
 """DiLoCo's worker without a server: what it sends, waits for, and how it ends."""
 
+import math
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -87,33 +88,33 @@ def test_whole_weights_end_what_a_change_of_unknown_fate_owes() -> None:
 
 
 class Overflowing(Worker):
-    """Its gradient overflows where `overflows` says so."""
+    """Its gradient overflows where `left` says what is left of it then."""
 
-    overflows = False
+    left: float | None = None
 
     def compute(self, lease: Assigned) -> BatchLoss:
         loss = super().compute(lease)
-        if not self.overflows:
+        if self.left is None:
             return loss
-        self.replica.grads.zero_()
+        self.replica.grads.fill_(self.left)
         return BatchLoss(loss.mean, loss.num_terms, overflow=64.0)
 
 
-@pytest.mark.parametrize("overflows", [True, False])
-def test_a_change_without_a_step_pays_no_debts(overflows: bool) -> None:
-    """The server weighs it by nothing: what it carried would be lost."""
+@pytest.mark.parametrize("left", [None, 0.0, math.inf, math.nan])
+def test_a_change_without_a_step_pays_no_debts(left: float | None) -> None:
+    """The server weighs it by nothing: what it carried would be lost. Ranks leave the gradient as it is."""
     one = worker_of(Overflowing, "optimizer=sgd", "local_steps=1", codec="int4")
     (feedback,) = one.encoder.feedbacks
     owed = []
     for number in range(2):
-        one.overflows = overflows and number == 1
+        one.left = left if number else None
         one.step(assigned(number))
         one.send_change(Collect(request=number, fragment=0, wait=False))
         one.encoder.settle(0, is_applied=True)
         one.copy.load([one.replica.params.clone()])
         owed.append(feedback.residual())
     assert bool(owed[0].any())
-    assert torch.equal(*owed) == overflows
+    assert torch.equal(*owed) == (left is not None)
 
 
 def test_a_batch_that_is_repeated_for_some_fragments_leaves_the_others_and_the_buffers() -> None:
