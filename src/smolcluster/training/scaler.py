@@ -9,6 +9,8 @@ import torch
 
 INITIAL_SCALE = 65536.0
 GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
+MOST_SCALE = 2.0**96
+"""A message may hold no more than 1e30, nor a loss in float32 become infinite by its scale."""
 LEAST_SCALE = 2.0**-10
 """With it or less, a gradient that is not finite is no matter of the scale."""
 
@@ -21,7 +23,7 @@ class LossScaler:
 
     @property
     def scale(self) -> float:
-        return self.state[0].item()
+        return min(MOST_SCALE, self.state[0].item())
 
     @property
     def num_overflows(self) -> int:
@@ -32,7 +34,7 @@ class LossScaler:
         """A step was taken: after so many in a row the scale grows."""
         self.state[1] += 1
         if self.state[1] == GROWTH_INTERVAL:
-            self.state[0] *= GROWTH
+            self.state[0] = GROWTH * self.scale
             self.state[1] = 0
 
     def overflowed(self, scale: float) -> None:

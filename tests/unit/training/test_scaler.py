@@ -1,6 +1,14 @@
 import pytest
+from pydantic import TypeAdapter
 
-from smolcluster.training.scaler import GROWTH_INTERVAL, INITIAL_SCALE, LEAST_SCALE, LossScaler
+from smolcluster.training.scaler import (
+    GROWTH_INTERVAL,
+    INITIAL_SCALE,
+    LEAST_SCALE,
+    MOST_SCALE,
+    LossScaler,
+)
+from smolcluster.wire.messages import Scale
 
 
 def stepped(scaler: LossScaler, times: int) -> float:
@@ -31,6 +39,15 @@ def test_the_scale_does_not_fall_below_its_floor() -> None:
     for _ in range(40):
         scaler.overflowed(scaler.scale)
     assert (scaler.scale, scaler.num_overflows) == (LEAST_SCALE, 40)
+
+
+@pytest.mark.parametrize("restored", [MOST_SCALE, 2.0**110])
+def test_the_scale_does_not_rise_above_what_a_message_may_say(restored: float) -> None:
+    scaler = LossScaler()
+    scaler.state[0] = restored
+    assert TypeAdapter(Scale).validate_python(stepped(scaler, 2 * GROWTH_INTERVAL)) == MOST_SCALE
+    scaler.overflowed(scaler.scale)
+    assert scaler.scale == MOST_SCALE / 2
 
 
 @pytest.mark.parametrize(
