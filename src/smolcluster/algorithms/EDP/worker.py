@@ -205,10 +205,13 @@ class Worker:
             case Assigned():
                 self.leases.append(event)
             case WeightsArrived():
+                is_result = not self.pulling  # the run's, which a user's loop gets unasked
                 if parts := self.stores.weights(event):
                     self.replica.load(*(bucket for part in parts for bucket in part.weights))
                     self.replica.buffers.load(parts[0].buffers)
                     self.base_version, self.pulling = parts[0].version, False
+                    if is_result:  # a lease in hand must not step on it
+                        self.wait_until(lambda: False)
             case MessageReceived(message=StoreList() as stores):
                 self.pulling = True
                 self.stores.reach(stores)

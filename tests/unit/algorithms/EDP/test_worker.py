@@ -103,6 +103,13 @@ class Desk:
             MessageReceived(0, Ack(lease=task.lease, outcome=outcome, version=1))
         )
 
+    def begin_again(self, weights: Tensor) -> None:
+        """It hears all answers, and then pulls these weights."""
+        self.worker.wait_until(lambda: not self.wire.events)
+        self.worker.pulling = True
+        self.wire.events.append(WeightsArrived(0, [weights]))
+        self.worker.wait_until(lambda: not self.wire.events)
+
 
 def third_push(second_outcome: Outcome | None) -> bytes:
     """What a worker pushes last on the weights that it began with, after one applied push.
@@ -118,8 +125,7 @@ def third_push(second_outcome: Outcome | None) -> bytes:
         task = desk.assigned(number)
         desk.worker.step(task)
         desk.answer(task, outcome)
-        desk.wire.events.append(WeightsArrived(0, [start]))
-        desk.worker.wait_until(lambda: not desk.wire.events)
+        desk.begin_again(start)
     desk.worker.step(desk.assigned(2))
     assert desk.wire.said == [Pull()] * (second_outcome == "stale")
     return desk.wire.pushes[-1]
@@ -142,8 +148,7 @@ def test_a_push_that_overflowed_leaves_no_trace_in_the_next_one(
                 patch.setattr(desk.worker, "compute", lambda _: overflow(desk))
             desk.worker.step(task)
         desk.answer(task, "applied")
-        desk.wire.events.append(WeightsArrived(0, [start]))
-        desk.worker.wait_until(lambda: not desk.wire.events)
+        desk.begin_again(start)
     desk.worker.step(desk.assigned(2))
     assert desk.wire.pushes[-1] == third_push(None)
 
@@ -248,6 +253,17 @@ def test_with_an_interval_of_1_it_waits_for_each_pull_and_does_not_step() -> Non
         desk.worker.step(desk.assigned(0))
     assert desk.wire.said == [Pull()]
     assert torch.equal(desk.training.replica.params, before)
+
+
+def test_weights_that_come_unasked_are_the_runs_last_and_nothing_steps_on_them() -> None:
+    desk = Desk()
+    first, result = desk.assigned(0), torch.ones(desk.training.replica.num_params)
+    desk.worker.step(first)
+    desk.answer(first, "applied")
+    desk.wire.events.append(WeightsArrived(9, [result]))
+    with pytest.raises(PeerLost):  # it waits for the run's end
+        desk.worker.step(desk.assigned(1))
+    assert torch.equal(desk.training.replica.params, result)
 
 
 # With update_rule mixing it pushes where its own step has brought it.
