@@ -157,9 +157,14 @@ def train_alone(
 
 
 def train(
-    served: Served, name: str = "ann", make: MakeOptimizer = adam, model: nn.Module | None = None
+    served: Served,
+    name: str = "ann",
+    make: MakeOptimizer = adam,
+    model: nn.Module | None = None,
+    *,
+    val_loss: float | None = None,
 ) -> tuple[nn.Module, list[list[int]]]:
-    """A user's loop, and the samples of each of its steps."""
+    """A user's loop, and the samples of each of its steps; `val_loss`: it finds that after each."""
     model = model or net()
     batches: list[list[int]] = []
     optimizer = make(model)
@@ -170,21 +175,25 @@ def train(
             loss = functional.mse_loss(model(inputs), targets)
             backward(loss)
             cluster.loss = loss
+            if val_loss is not None:
+                cluster.log(val_loss=val_loss)
             optimizer.step()
     return model, batches
 
 
-def train_both(served: Served) -> list[tuple[nn.Module, list[list[int]]]]:
+def train_both(
+    served: Served, val_loss: float | None = None
+) -> list[tuple[nn.Module, list[list[int]]]]:
     """Two loops at once, to the end of the run."""
     results: list[tuple[nn.Module, list[list[int]]]] = []
 
     def loop(name: str) -> None:
-        results.append(train(served, name))
+        results.append(train(served, name, val_loss=val_loss))
 
     workers = [Outcome(name, partial(loop, name)) for name in ("ann", "bob")]
     for worker in workers:
         worker.finish()
-    served.finish()
+    served.server.finish()
     return results
 
 
@@ -267,18 +276,31 @@ def test_a_loop_in_diloco_keeps_the_state_of_its_optimizer_and_clips_as_the_run_
     assert load_file(kept[-1])["Adam/0.weight/exp_avg/Tensor"].shape == (16, 6)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_two_loops_share_the_samples_and_each_counts_once(tmp_path: Path, algorithm: str) -> None:
-    served = Served(tmp_path, algorithm, "min_workers=2", "batch_size=10")
+@pytest.mark.parametrize(
+    ("algorithm", "own"),
+    [*((each, ()) for each in ALGORITHMS), ("diloco", ("mode=async", "local_steps=2"))],
+)
+def test_two_loops_share_the_samples_and_each_counts_once(
+    tmp_path: Path, algorithm: str, own: tuple[str, ...]
+) -> None:
+    served = Served(tmp_path, algorithm, "min_workers=2", "batch_size=10", *own)
     results = train_both(served)
+    served.finish()
     seen = [index for _, batches in results for batch in batches for index in batch]
     assert set(seen) == set(range(NUM_SAMPLES))
+    for model, _ in results:
+        assert_close(served.weights, model, atol=0)
     if algorithm == "syncps":
-        for model, _ in results:
-            assert_close(served.weights, model)
         assert served.cluster.training.replica.optimizer.state, (
             "the server has the loops' optimizer"
         )
+
+
+def test_loops_that_patience_ends_within_a_round_have_the_runs_weights(tmp_path: Path) -> None:
+    own = "min_workers=2", "batch_size=5", "mode=sync", "sync_fraction=0", "local_steps=10"
+    served = Served(tmp_path, "diloco", *own, "patience=2")
+    for model, _ in train_both(served, val_loss=1.0):
+        assert_close(served.weights, model, atol=0)
 
 
 def test_loops_begin_diloco_with_the_steps_of_one_with_their_batches(
@@ -290,6 +312,7 @@ def test_loops_begin_diloco_with_the_steps_of_one_with_their_batches(
     served = Served(tmp_path, "diloco", *own)
 
     train_both(served)
+    served.finish()
     order = torch.cat([served.cluster.training.order(epoch) for epoch in range(2)])
     batches = [batch.tolist() for batch in torch.split(order, 20)]
     assert_close(served.weights, train_alone(batches, adam)[0], atol=1e-6)

@@ -178,7 +178,15 @@ class Server(LeasingServer):
     def serve(self) -> Summary:
         self.begin_round()
         self.serve_all()
+        if self.context.is_attached:
+            self.give_result()
         return self.saver.summary()
+
+    def give_result(self) -> None:
+        """Send the final weights to loops of a user's own, which may be in the middle of a round."""
+        for peer in self.peers.values():
+            peer.outbox.clear()
+            self.send_weights(peer)
 
     def decide(self, now: float) -> None:
         self.leave_late(now)
