@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 import smolcluster
 from harness import Outcome, free_port
 from integration.test_attach import DATA, NUM_SAMPLES, Served, assert_close
+from smolcluster.api import callbacks
 from smolcluster.runs.summary import read_summary
 from smolcluster.wire.security import ensure_secret
 
@@ -106,6 +108,48 @@ def test_lightning_has_a_callback(served: Served, tmp_path: Path) -> None:
     steps = served.cluster.losses
     assert steps[-1] < steps[0] / 4
     assert summary.final.val_loss is not None
+
+
+@pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_lightning_shuffles_apart_from_the_first_batch_on(
+    num_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where processes load it has asked for the first samples before the run has begun."""
+    pytest.importorskip("lightning")
+    lines = example("lightning_loop")
+    drawn: list[list[float]] = []
+
+    class Line(lines.Line):  # type: ignore[misc, name-defined]
+        def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+            drawn[-1] += batch.flatten().tolist()
+            return super().training_step([batch.expand(-1, 3), batch], number)
+
+    for rank in (0, 0, 1):
+        torch.manual_seed(0)
+        drawn.append([])
+        cluster = MagicMock(rank=rank, running=True)
+        cluster.__enter__.return_value = cluster
+        monkeypatch.setattr(callbacks, "attach", Mock(return_value=cluster))
+        loader = DataLoader(
+            torch.arange(64.0).reshape(64, 1), 8, shuffle=True, num_workers=num_workers
+        )
+        trainer = lines.lightning.Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+            callbacks=[callbacks.lightning_callback()],
+        )
+        trainer.fit(Line(), loader)
+    first, again, other = drawn
+    assert sorted(first) == sorted(other) == list(range(64))
+    assert first == again
+    assert first[:8] != other[:8]
 
 
 @pytest.mark.nightly

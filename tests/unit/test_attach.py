@@ -266,9 +266,11 @@ def test_a_trainer_that_stops_before_the_run_says_so(
     assert bool(caplog.records) == is_said
 
 
-def test_loaders_that_shuffle_draw_another_order_in_each_process() -> None:
+@pytest.mark.parametrize("has_generator", [True, False])
+def test_loaders_that_shuffle_draw_another_order_in_each_process(has_generator: bool) -> None:
     def order(rank: int) -> list[int]:
-        generator = torch.Generator().manual_seed(7)
+        torch.manual_seed(7)
+        generator = torch.Generator().manual_seed(7) if has_generator else None
         data = TensorDataset(torch.arange(100))
         loader = DataLoader(data, 100, shuffle=True, generator=generator)
         callbacks._shuffle_apart(loader, rank)

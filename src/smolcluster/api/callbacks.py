@@ -74,7 +74,11 @@ class _Attached:
 def _shuffle_apart(loader: Any, rank: int) -> None:
     """Let the loader's own shuffling, if it has any, draw another order than that of other processes."""
     sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
+    generator = getattr(sampler, "generator", False)
+    if generator is None:  # it would seed itself from PyTorch's, which may be seeded alike everywhere
+        seed = derive_seed(torch.initial_seed(), "attached", rank)
+        sampler.generator = torch.Generator().manual_seed(seed)  # type: ignore[union-attr]
+    if isinstance(generator, torch.Generator):
         generator.manual_seed(derive_seed(generator.initial_seed(), "attached", rank))
     if isinstance(seed := getattr(sampler, "initial_seed", None), int):
         sampler.initial_seed = derive_seed(seed, "attached", rank)  # type: ignore[union-attr]
@@ -159,6 +163,8 @@ def lightning_callback(cluster: str | Path = "cluster.yaml", **how: Any) -> Any:
             self._begin(
                 module, trainer.optimizers[0], loader, batch_size, max(1, trainer.max_epochs or 1)
             )
+            if getattr(loader, "num_workers", 0):  # they have been told the first samples already
+                iter(trainer.fit_loop._data_fetcher)
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if self._is_over:
