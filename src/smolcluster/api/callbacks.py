@@ -75,7 +75,7 @@ def _shuffle_apart(loader: Any, rank: int) -> None:
     """Let the loader's own shuffling, if it has any, draw another order than that of other processes."""
     sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     generator = getattr(sampler, "generator", False)
-    if generator is None:  # it would seed itself from PyTorch's, which may be seeded alike everywhere
+    if generator is None:  # PyTorch's would seed it, perhaps alike in all processes
         seed = derive_seed(torch.initial_seed(), "attached", rank)
         sampler.generator = torch.Generator().manual_seed(seed)  # type: ignore[union-attr]
     if isinstance(generator, torch.Generator):
