@@ -315,6 +315,10 @@ class Worker:
                 pass  # what comes next is the whole weights, and other samples
             case Assigned():
                 self.stream.append(event)
+            case MessageReceived(message=Saved() as saved) if not self.hosts.is_several:
+                self.keep(
+                    saved
+                )  # now: what the steps before it in the stream owe is of later versions
             case MessageReceived(message=Collect() | Saved() | Resumed() as wanted):
                 self.stream.append(wanted)
             case FragmentArrived() if not self.is_void:

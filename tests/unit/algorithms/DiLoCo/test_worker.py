@@ -18,7 +18,8 @@ from smolcluster.errors import NonFiniteLoss, ProtocolError
 from smolcluster.server.assignment import Assigned
 from smolcluster.server.weights import WeightsArrived
 from smolcluster.training.compute import BatchLoss
-from smolcluster.wire.messages import Collect
+from smolcluster.wire.inbox import MessageReceived
+from smolcluster.wire.messages import Collect, Saved
 from unit.algorithms.DiLoCo.actors import assigned, worker_of
 
 
@@ -115,6 +116,17 @@ def test_a_change_without_a_step_pays_no_debts(left: float | None) -> None:
         owed.append(feedback.residual())
     assert bool(owed[0].any())
     assert torch.equal(*owed) == (left is not None)
+
+
+def test_what_is_kept_with_a_checkpoint_is_of_its_moment() -> None:
+    """Not of the batches that wait: what their changes owe is of later versions."""
+    one = worker_of(Worker, "mode=streaming", codec="int4")
+    one.link.kept = kept = Mock()
+    one.follow(assigned(0))
+    one.follow(MessageReceived(0, Saved(step=7, keep_last=3)))
+    step, tensors, keep_last = kept.save.call_args.args
+    assert (step, keep_last, len(one.stream)) == (7, 3, 1)
+    assert not any(each.any() for each in tensors.values())
 
 
 def test_a_batch_that_is_repeated_for_some_fragments_leaves_the_others_and_the_buffers() -> None:
