@@ -31,9 +31,10 @@ from smolcluster.server.offering import (
     OFFER,
     Offer,
     Offered,
-    OfferedWeights,
+    OfferUnusable,
     Plan,
     _OfferReceiver,
+    offer_frames,
 )
 from smolcluster.server.push import GradientReceiver, GradientSender
 from smolcluster.server.slices import slice_frames, slice_pieces
@@ -41,7 +42,6 @@ from smolcluster.server.store import PartArrived
 from smolcluster.server.weights import StateReceiver
 from smolcluster.training.buffers import ModelBuffers
 from smolcluster.training.compute import BatchLoss
-from smolcluster.training.replica import DEFAULT_BUCKET_BYTES
 from smolcluster.wire.frames import Frame, check_head
 from smolcluster.wire.inbox import Event
 from smolcluster.wire.messages import (
@@ -66,7 +66,6 @@ from smolcluster.wire.streams import (
     bucket_pieces,
     byte_frames,
     bytes_piece,
-    raw_pieces,
     span_pieces,
     stream_frames,
 )
@@ -232,9 +231,8 @@ PLAN = Plan.of(nn.Linear(2**18, 2), 4, is_counted=True)
 
 
 def offers(number: int) -> list[Frame]:
-    pieces = raw_pieces(PLAN.num_values, torch.float32, DEFAULT_BUCKET_BYTES)
     values = torch.full((PLAN.num_values,), float("inf") if number else 0.0)
-    return stream_frames(OfferedWeights, pieces, (values[piece.place] for piece in pieces))
+    return offer_frames(values.view(torch.uint8))
 
 
 def offer_receiver() -> Taker:
@@ -243,6 +241,8 @@ def offer_receiver() -> Taker:
 
     def take(message: Message, payload: memoryview) -> Event | None:
         event = receiver(message, payload)
+        if isinstance(event, OfferUnusable):
+            raise ProtocolError(event.reason)
         return event if isinstance(event, Offered) else None
 
     return take

@@ -524,6 +524,23 @@ def test_syncps_refuses_an_offer_and_its_server_waits_on(
     served.finish()
 
 
+def test_an_offer_that_the_server_cannot_hold_is_refused_and_it_waits_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offering, "MAX_SCRATCH_NBYTES", 8)
+    served = Served(tmp_path, "edp")
+    model = net()
+    model.register_buffer("scratch", torch.zeros(3), persistent=False)
+    with (
+        pytest.raises(Rejected, match="12 bytes of non-persistent buffers") as caught,
+        served.attach(model, adam(model)) as cluster,
+    ):
+        cluster.sampler(DATA)
+    assert caught.value.code == BAD_OFFER
+    train(served)
+    served.finish()
+
+
 def test_a_server_waits_for_an_offer_from_the_last_bucket_that_came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import psutil
@@ -49,6 +50,7 @@ from smolcluster.training.workload import Workload
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_bytes, format_duration
 from smolcluster.wire.acceptor import LetIn, SessionOpened
+from smolcluster.wire.frames import Frame
 from smolcluster.wire.handshake import VERSION
 from smolcluster.wire.inbox import Event, Inbox, MessageReceived, SessionClosed
 from smolcluster.wire.membership import Refused
@@ -70,7 +72,7 @@ from smolcluster.wire.messages import (
 )
 from smolcluster.wire.node import Node
 from smolcluster.wire.session import Receiver, Session
-from smolcluster.wire.streams import Assembler, raw_pieces, stream_frames
+from smolcluster.wire.streams import Assembler, Piece, spec_of, stream_frames
 
 ATTACHED_DATA = "attached"
 """What a run of attached processes calls its workload and its dataset."""
@@ -86,7 +88,7 @@ MAX_VALUES = 2**37
 MAX_SCRATCH_NBYTES = 2**33
 """How much memory buffers may take whose values are not offered."""
 TICK_S = 0.2
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+DTYPES = frozenset({"float32", "float64"})
 OptimizerName = Literal["adam", "adamw", "sgd"]
 
 
@@ -105,7 +107,7 @@ class Offer(Message, kind=67):
 
 
 class OfferedWeights(BucketMessage, kind=68):
-    """Client: the weights that the run begins with, a bucket a message, in the plan's order."""
+    """Client: the weights that the run begins with, a bucket of bytes a message, in the plan's order."""
 
 
 class OfferTaken(Message, kind=69):
@@ -141,9 +143,13 @@ class Layer(NamedTuple):
         return 0 if self.kind == "scratch" else math.prod(self.shape)
 
     @property
-    def nbytes(self) -> int:
+    def torch_dtype(self) -> torch.dtype:
         dtype: torch.dtype = getattr(torch, self.dtype)
-        return math.prod(self.shape) * dtype.itemsize
+        return dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.torch_dtype.itemsize
 
 
 def state_of(model: nn.Module) -> Iterator[tuple[Layer, Tensor]]:
@@ -257,33 +263,22 @@ class Plan:
         return sum(layer.numel for layer in self.layers)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The parameters' type, in which all is offered.
+    def nbytes(self) -> int:
+        """How many bytes are offered: each tensor as it is, so that none is rounded."""
+        return sum(layer.nbytes for layer in self.layers if layer.kind != "scratch")
+
+    def check_types(self) -> None:
+        """Refuse parameters that are not trained.
 
         Raises:
-            ConfigError: they have several, or one that is not trained.
+            ConfigError: they are of several types, or one that is not trained.
         """
         names = {layer.dtype for layer in self.layers if layer.kind == "parameter"}
-        if len(names) > 1 or not names <= DTYPES.keys():
+        if len(names) > 1 or not names <= DTYPES:
             raise ConfigError(
                 f"model: its parameters are {', '.join(sorted(names))}, must all be one of "
-                f"{', '.join(DTYPES)}"
+                f"{', '.join(sorted(DTYPES))}"
             )
-        return DTYPES[names.pop()]
-
-    def memory(self, numel: int, **_: object) -> Tensor:
-        """For the values (numel,) of an offer.
-
-        Raises:
-            ProtocolError: this machine has none.
-        """
-        nbytes, free_nbytes = numel * self.dtype.itemsize, psutil.virtual_memory().available
-        if nbytes > free_nbytes:
-            raise ProtocolError(
-                f"its weights take {format_bytes(nbytes)} of memory, and this machine has "
-                f"{format_bytes(free_nbytes)} free"
-            )
-        return torch.empty(numel, dtype=self.dtype)
 
     def sample_difference(self, other: "Plan") -> str | None:
         """The first sample that is another one than the run's, in words; None: none is seen."""
@@ -342,13 +337,18 @@ def _computed_elsewhere(_model: nn.Module, _batch: Batch) -> Tensor:
 
 
 def values_of(model: nn.Module, plan: Plan) -> Tensor:
-    """What is offered of a model, flat (num_values,), on the CPU."""
+    """What is offered of a model: its bytes, uint8 (nbytes,), on the CPU.
+
+    Raises:
+        ConfigError: see `Plan.check_types`.
+    """
+    plan.check_types()
     state = [tensor for layer, tensor in state_of(model) if layer.kind != "scratch"]
-    return torch.cat([tensor.detach().reshape(-1).to("cpu", plan.dtype) for tensor in state])
+    return torch.cat([tensor.detach().cpu().reshape(-1).view(torch.uint8) for tensor in state])
 
 
 def module_of(plan: Plan, values: Tensor) -> nn.Module:
-    """A module of the plan's parameters and buffers, with these `values` (num_values,): it cannot compute.
+    """A module of the plan's parameters and buffers, with these `values` (nbytes,): it cannot compute.
 
     Raises:
         ProtocolError: two of the names cannot be in one module.
@@ -356,7 +356,8 @@ def module_of(plan: Plan, values: Tensor) -> nn.Module:
     root, start = nn.Module(), 0
     for layer in plan.layers:
         *above, last = layer.name.split(".")
-        place, stop = root, start + layer.numel
+        place = root
+        stop = start + (0 if layer.kind == "scratch" else layer.nbytes)
         try:
             for part in above:
                 if part not in dict(place.named_children()):
@@ -370,11 +371,11 @@ def module_of(plan: Plan, values: Tensor) -> nn.Module:
 
 
 def _register(module: nn.Module, name: str, layer: Layer, values: Tensor) -> None:
-    dtype = getattr(torch, layer.dtype)
     if layer.kind == "scratch":
-        module.register_buffer(name, torch.zeros(layer.shape, dtype=dtype), persistent=False)
+        zeros = torch.zeros(layer.shape, dtype=layer.torch_dtype)
+        module.register_buffer(name, zeros, persistent=False)
         return
-    tensor = values.to(dtype, copy=True).view(layer.shape)
+    tensor = values.clone().view(layer.torch_dtype).view(layer.shape)
     if layer.kind == "buffer":
         module.register_buffer(name, tensor)
     else:
@@ -383,7 +384,7 @@ def _register(module: nn.Module, name: str, layer: Layer, values: Tensor) -> Non
 
 @dataclass(frozen=True)
 class Offered(Event):
-    """A whole offer: the plan, the values (num_values,) in its order, and the rest."""
+    """A whole offer: the plan, the bytes (nbytes,) in its order, and the rest."""
 
     session_id: int
     offer: Offer
@@ -395,19 +396,73 @@ class Offered(Event):
         return PlannedWorkload(self.plan, lambda: module_of(self.plan, self.weights))
 
 
+@dataclass(frozen=True)
+class OfferUnusable(Event):
+    """An offer that is no offer, or that this machine cannot hold."""
+
+    session_id: int
+    reason: str
+
+
+def offer_pieces(nbytes: int) -> list[Piece]:
+    """The stream of an offer's bytes, in buckets."""
+    starts = range(0, nbytes, DEFAULT_BUCKET_BYTES)
+    sizes = [min(DEFAULT_BUCKET_BYTES, nbytes - start) for start in starts]
+    return [
+        Piece(
+            {
+                "bucket": number,
+                "num_buckets": len(starts),
+                "tensor": spec_of("raw", "uint8", size, size),
+            },
+            slice(start, start + size),
+        )
+        for number, (start, size) in enumerate(zip(starts, sizes, strict=True))
+    ]
+
+
+def offer_frames(values: Tensor) -> list[Frame]:
+    """The frames of an offer's bytes (nbytes,)."""
+    pieces = offer_pieces(values.numel())
+    return stream_frames(OfferedWeights, pieces, (values[each.place] for each in pieces))
+
+
+def memory_for(nbytes: int, **_: object) -> Tensor:
+    """For the bytes of an offer.
+
+    Raises:
+        ProtocolError: this machine has none.
+    """
+    free_nbytes = psutil.virtual_memory().available
+    if nbytes > free_nbytes:
+        raise ProtocolError(
+            f"its weights take {format_bytes(nbytes)} of memory, and this machine has "
+            f"{format_bytes(free_nbytes)} free"
+        )
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
 class _OfferReceiver(Receiver):
-    """Puts an offer together."""
+    """Puts an offer together; of one that cannot be used the rest is read and dropped."""
 
     def __init__(self, session_id: int) -> None:
         self._session_id = session_id
         self._offer: tuple[Offer, Plan, Assembler[OfferedWeights]] | None = None
 
     def __call__(self, message: Message, payload: memoryview) -> Event | None:
+        try:
+            return self._take(message, payload)
+        except (ProtocolError, ConfigError) as error:
+            self._offer = None
+            return OfferUnusable(self._session_id, str(error))
+
+    def _take(self, message: Message, payload: memoryview) -> Event | None:
         match message:
             case Offer():
                 plan = Plan.parse(message.plan)
-                pieces = raw_pieces(plan.num_values, plan.dtype, DEFAULT_BUCKET_BYTES)
-                self._offer = message, plan, Assembler("offer", lambda _: pieces, plan.memory)
+                plan.check_types()
+                pieces = offer_pieces(plan.nbytes)
+                self._offer = message, plan, Assembler("offer", lambda _: pieces, memory_for)
             case OfferedWeights() if self._offer is not None:
                 offer, plan, assembler = self._offer
                 _, weights = assembler.take(message, payload)
@@ -460,37 +515,60 @@ def wait_for_offer(
         ", ".join(addresses),
         cluster.port,
     )
-    sessions: dict[int, Session] = {}
-    deadline = Deadline(cluster.start_timeout_s)
     try:
-        while not deadline.expired:
-            match inbox.get(TICK_S):
-                case SessionOpened() as opened:
-                    sessions[opened.session_id] = opened.session
-                case SessionClosed(session_id):
-                    sessions.pop(session_id, None)
-                case MessageReceived():  # some of an offer has come
-                    deadline = Deadline(cluster.start_timeout_s)
-                case Offered() as offered:
-                    session = sessions[offered.session_id]
-                    if refusal := _refusal(offered.offer, needs_optimizer, check):
-                        session.end_with(refusal)
-                        node.log.warning("an offer is refused: %s", refusal.sentence)
-                        continue
-                    session.send(OfferTaken())
-                    session.finish()
-                    session.join(cluster.heartbeat_timeout_s)
-                    return offered
+        return _first_taken(inbox, cluster, node, partial(_refusal, needs_optimizer, check))
     finally:
         acceptor.close()
+
+
+def _first_taken(
+    inbox: Inbox,
+    cluster: ClusterConfig,
+    node: Node,
+    refusal_of: Callable[[Offer], Reject | None],
+) -> Offered:
+    """Answer offers until one is taken.
+
+    Raises:
+        ClusterEmpty: see `wait_for_offer`.
+    """
+    sessions: dict[int, Session] = {}
+    refused = ""
+
+    def refuse(session_id: int, refusal: Reject) -> None:
+        nonlocal refused
+        refused = f", but for one whose offer was refused: {refusal.sentence}"
+        sessions[session_id].end_with(refusal)
+        node.log.warning("an offer is refused: %s", refusal.sentence)
+
+    deadline = Deadline(cluster.start_timeout_s)
+    while not deadline.expired:
+        match inbox.get(TICK_S):
+            case SessionOpened() as opened:
+                sessions[opened.session_id] = opened.session
+            case SessionClosed(session_id):
+                sessions.pop(session_id, None)
+            case MessageReceived():  # some of an offer has come
+                deadline = Deadline(cluster.start_timeout_s)
+            case OfferUnusable(session_id, reason):
+                refuse(session_id, Reject(code=BAD_OFFER, sentence=reason))
+            case Offered() as offered:
+                if refusal := refusal_of(offered.offer):
+                    refuse(offered.session_id, refusal)
+                    continue
+                session = sessions[offered.session_id]
+                session.send(OfferTaken())
+                session.finish()
+                session.join(cluster.heartbeat_timeout_s)
+                return offered
     raise ClusterEmpty(
-        f"no process has attached within {format_duration(cluster.start_timeout_s)} (start_timeout_s); "
-        "start a script that does, then the server again"
+        f"no process has attached within {format_duration(cluster.start_timeout_s)} (start_timeout_s)"
+        f"{refused}; start a script that does, then the server again"
     )
 
 
 def _refusal(
-    offer: Offer, needs_optimizer: bool, check: Callable[[Offer], object]
+    needs_optimizer: bool, check: Callable[[Offer], object], offer: Offer
 ) -> Reject | None:
     if needs_optimizer and offer.optimizer is None:
         return Reject(code=NO_OPTIMIZER, sentence=offer.obstacle)
@@ -502,7 +580,7 @@ def _refusal(
 
 
 def make_offer(follower: Follower, offer: Offer, weights: Tensor) -> None:
-    """Offer a server what it shall train; `weights` (num_values,) in the plan's order, on the CPU.
+    """Offer a server what it shall train; `weights` (nbytes,) in the plan's order, on the CPU.
 
     Whether this offer or another one's was taken is unknown: join in either case.
 
@@ -521,12 +599,9 @@ def make_offer(follower: Follower, offer: Offer, weights: Tensor) -> None:
         if isinstance(error, Rejected) and error.code != VERSION:
             raise
         return  # it has a model already
-    pieces = raw_pieces(weights.numel(), weights.dtype, DEFAULT_BUCKET_BYTES)
     try:
         connection.send_frame(frame_of(offer))
-        for frame in stream_frames(
-            OfferedWeights, pieces, (weights[each.place] for each in pieces)
-        ):
+        for frame in offer_frames(weights):
             connection.send_frame(frame)
         kinds = SESSION.from_listener | OFFER.from_listener
         while not isinstance(answer := connection.receive(kinds)[0], OfferTaken):
