@@ -143,7 +143,7 @@ class Worker:
         self.version = self.turn = 0
         """Of the newest step that it has taken, and of what the stages have done together last."""
         self.newest: Event | None = None
-        """A plan that has come while another one was begun."""
+        """A plan that has come while another one was begun, or what is asked before a plan."""
 
     def new_receiver(self) -> StageReceiver:
         self.receiver = StageReceiver(self.training)
@@ -315,7 +315,7 @@ class Worker:
         """Fill one's layers with what they were after the plan's step.
 
         Raises:
-            PlanChanged: another plan has come meanwhile.
+            PlanChanged: another plan has come meanwhile, or a question before one.
         """
         loader = StateLoader(list(self.stages.values()), plan)
         for wanted in loader.wanted():
@@ -324,7 +324,7 @@ class Worker:
             match self.next_event():
                 case MessageReceived(message=StageState() as piece, payload=payload):
                     loader.take(piece, payload)
-                case MessageReceived(message=Planned()) as newest:
+                case MessageReceived(message=Planned() | MeasureLink()) as newest:
                     self.newest = newest
                     raise PlanChanged("the plan has changed")
 

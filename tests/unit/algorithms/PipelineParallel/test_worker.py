@@ -1,0 +1,32 @@
+"""What a worker of a pipeline does with what comes while it does something else."""
+
+from unittest.mock import Mock
+
+import pytest
+
+from pipelines import gpt, stages_of
+from smolcluster.algorithms.PipelineParallel.worker import PlanChanged, Worker
+from smolcluster.utils.meter import Meter
+from smolcluster.wire.inbox import MessageReceived
+from smolcluster.wire.messages import HostPort, MeasureLink, Message, Planned, StageNeighbour
+
+PLAN = Planned(attempt=1, turn=0, rank=0, cuts=(0, 2), ranks=(0,), neighbours=(), step=3)
+PLACES = (HostPort(host="127.0.0.1", port=7777),)
+NEIGHBOUR = StageNeighbour(rank=1, node="b", instance=8 * "b", places=PLACES)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        PLAN.model_copy(update={"attempt": 2}),
+        MeasureLink(attempt=2, rank=0, neighbour=NEIGHBOUR),
+    ],
+)
+def test_what_ends_a_plan_is_heard_while_the_state_is_loaded(message: Message) -> None:
+    worker, event = Worker(Mock(), Mock()), MessageReceived(0, message)
+    worker.stages, worker.link = {0: stages_of(gpt(2, 8), [0, 1, 2])[0]}, Mock()
+    worker.link.next_event.return_value = event
+    worker.training.replica.meter = Meter()
+    with pytest.raises(PlanChanged):
+        worker.load_state(PLAN)
+    assert worker.newest is event
