@@ -5,14 +5,16 @@ At the end of a step first and last stage add up the gradients of what both hold
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, NamedTuple, Self
 
 import torch
+from torch import Tensor, nn
 
 from smolcluster.algorithms.PipelineParallel.links import Links
-from smolcluster.data.dataset import Samples
+from smolcluster.data.dataset import Batch, Samples
 from smolcluster.data.loading import every_index
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import Microbatch
@@ -26,7 +28,7 @@ from smolcluster.training.stages.build import Answer
 from smolcluster.training.stages.compute import StageCompute, StageLoss
 from smolcluster.training.stages.cut import Stage
 from smolcluster.training.stages.execution import execute
-from smolcluster.training.workload import Workload
+from smolcluster.training.workload import LossFunction, Terms, Workload
 from smolcluster.utils.meter import Meter
 
 AHEAD = 2
@@ -221,10 +223,23 @@ def evaluate_stages(
             answer,
             held_out,
             own.replica.device,
-            loss=workload.loss,
+            loss=_evaluated_loss(workload, lambda: output),
             metrics=workload.metrics,
             precision=own.replica.precision,
             batch_size=batch_size,
             before_batch=compute_next,
             dtype=own.module.dtype,
         )
+
+
+def _evaluated_loss(workload: Workload, output: Callable[[], Any]) -> LossFunction:
+    """The workload's loss, or what it has for an output of the model, which is at hand."""
+    own = workload.output_loss
+    if own is None:
+        return workload.loss
+
+    @wraps(own, updated=())
+    def loss(_model: nn.Module, batch: Batch) -> Terms | Tensor:
+        return own(output(), batch)
+
+    return loss

@@ -20,7 +20,9 @@ from pipelines import (
 from smolcluster.algorithms.PipelineParallel.execution import Execution, evaluate_stages
 from smolcluster.data.dataset import Batch
 from smolcluster.training.build import Microbatching, TrainingContext
+from smolcluster.training.builtin import cross_entropy_of
 from smolcluster.training.schedules.instructions import generate, stage_ranks
+from smolcluster.training.workload import Terms
 
 
 def tokens(num: int) -> list[Batch]:
@@ -84,6 +86,27 @@ def test_an_evaluations_output_is_gone_before_the_next_one_is_computed(
     with executions(generate("1f1b", 1, 1), [stage]) as [own]:
         evaluate_stages(own, training, 0, workload.validation, 4)
     assert alive == [0, 0, 0]
+
+
+def test_an_output_loss_is_evaluated_as_it_is_trained() -> None:
+    """The loss itself may need what only the model has."""
+
+    def loss(model: Any, batch: Batch) -> Terms:
+        logits = model(batch[0])
+        assert model.wte.weight.numel()
+        return cross_entropy_of(logits, batch[1])
+
+    samples = [pair for batch in tokens(2) for pair in zip(*batch, strict=True)]
+    workload = gpt(data=(samples, samples))
+    workload.loss = loss
+    workload.output_loss = lambda output, batch: cross_entropy_of(output, batch[1])
+    assert workload.validation is not None
+    [stage] = stages_of(workload, even_cuts(workload, 1))
+    training = TrainingContext(workload, stage.replica, SEED, Microbatching(None))
+    with executions(generate("1f1b", 1, 1), [stage]) as [own]:
+        totals = evaluate_stages(own, training, 0, workload.validation, 4)
+    total, count, _ = alone(gpt(), tokens(2))
+    assert totals["loss"] == (pytest.approx(total, rel=1e-5), count)
 
 
 @pytest.mark.parametrize(("codec", "rel"), [("bf16", 1e-2), ("int8", 1e-2)])
