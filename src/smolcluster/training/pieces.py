@@ -169,14 +169,22 @@ class PieceReader:
             self._places[content, name] = place._replace(start=place.start - here[0] + there[0])
 
     def read(self, content: str, name: str, nbytes: int) -> Iterator[tuple[int, bytes]]:
-        """A tensor's bytes in pieces of at most `nbytes`, each with its offset; nothing if there is none."""
+        """A tensor's bytes in pieces of at most `nbytes`, each with its offset; nothing if there is none.
+
+        Raises:
+            CheckpointError: the disk fails, or the file is gone.
+        """
         place = self._places.get((content, name))
         if place is None:
             return
-        with (self._folder / place.file).open("rb", buffering=0) as file:
-            for offset in range(0, place.nbytes, nbytes):
-                file.seek(place.start + offset)
-                yield offset, file.read(min(nbytes, place.nbytes - offset))
+        path = self._folder / place.file
+        try:
+            with path.open("rb", buffering=0) as file:
+                for offset in range(0, place.nbytes, nbytes):
+                    file.seek(place.start + offset)
+                    yield offset, file.read(min(nbytes, place.nbytes - offset))
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _offsets(path: Path) -> dict[str, tuple[int, int]]:

@@ -98,7 +98,7 @@ class Coordinator(ABC):
     @property
     @abstractmethod
     def num_pieces(self) -> int:
-        """Pieces of tensors that have come from stages: while they come, nobody hangs."""
+        """Pieces of tensors that have come from stages or gone to them: meanwhile nobody hangs."""
 
     def lease_of(self, samples: Range, grant: int) -> LeaseKey:
         return LeaseKey(

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import cached_property, partial
+from itertools import takewhile
 
 from torch import Tensor
 
@@ -402,10 +403,13 @@ class Server(Coordinator):
 
     def send_state(self, peer: Peer, wanted: WantState) -> None:
         """Send a stage what it wants of the state that is kept."""
-        if self.crew is None or wanted.attempt != self.crew.attempt:
+        crew = self.crew
+        if crew is None or wanted.attempt != crew.attempt:
             return
-        for frame in self.keeper.frames(wanted, self.context.training.replica.bucket_bytes):
-            peer.worker.live_session.send_frame(frame)
+        frames = self.keeper.frames(wanted, self.context.training.replica.bucket_bytes)
+        # read as they are sent, since a model may be larger than memory, and no more once they are void
+        valid = takewhile(lambda _: self.crew is crew, frames)
+        peer.worker.live_session.send_frames(valid)
 
     def begin_again(self, reason: str) -> None:
         """Deal the layers out anew; what was computed since the state that was kept last is done again."""

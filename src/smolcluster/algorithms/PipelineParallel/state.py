@@ -139,7 +139,7 @@ class Keeper:
         self.kept: Kept
         """The newest one that is on the disk."""
         self.num_pieces = 0
-        """That have come in this run."""
+        """That have come or gone in this run."""
         self.on_saved: Callable[[int, Path], None] = lambda *_: None
         self._store, self._outline, self._log = store, outline, log
         self._layout = Layout(outline)
@@ -247,25 +247,29 @@ class Keeper:
             shutil.rmtree(self._draft, ignore_errors=True)
 
     def frames(self, wanted: WantState, piece_nbytes: int) -> Iterator[Frame]:
-        """The tensors that a stage wants of what is kept.
+        """The tensors that a stage wants of what is kept now, each piece read when it is asked for.
+
+        Any thread may ask for them. That raises CheckpointError, too, if the disk fails.
 
         Raises:
             CheckpointError: they cannot be read.
         """
-        folder = self.kept.folder
-        if folder is None:
-            return
-        reader = PieceReader(self._outline, folder)
+        if self.kept.folder is None:
+            return iter(())
+        reader = PieceReader(self._outline, self.kept.folder)
+        return self._frames(reader, wanted, self.kept.state.step, piece_nbytes)
+
+    def _frames(
+        self, reader: PieceReader, wanted: WantState, step: int, piece_nbytes: int
+    ) -> Iterator[Frame]:
+        content, attempt = wanted.content, wanted.attempt
         for name in wanted.names:
-            make = partial(
-                StageState,
-                attempt=wanted.attempt,
-                step=self.kept.state.step,
-                content=wanted.content,
-                name=name,
-            )
-            pieces = reader.read(wanted.content, name, piece_nbytes)
-            yield from byte_frames(make, (memoryview(data) for _, data in pieces))
+            make = partial(StageState, attempt=attempt, step=step, content=content, name=name)
+            pieces = reader.read(content, name, piece_nbytes)
+            for frame in byte_frames(make, (memoryview(data) for _, data in pieces)):
+                with self._lock:
+                    self.num_pieces += 1
+                yield frame
 
     def close(self) -> None:
         with suppress(SmolclusterError):

@@ -24,6 +24,7 @@ from smolcluster.wire.messages import (
     Listening,
     StageEvaluated,
     StageReady,
+    WantState,
 )
 
 LISTENING = Listening(places=(HostPort(host="127.0.0.1", port=7777),))
@@ -158,6 +159,22 @@ def test_a_stage_that_is_lost_in_the_last_evaluation_is_waited_for_and_no_step_i
     answer = StageEvaluated(attempt=2, turn=asked[-1].turn, is_finite=True, totals={})
     server.hear(peer, answer, b"")
     assert server.is_over
+
+
+def test_a_state_is_read_as_it_is_sent_until_the_layers_are_dealt_out_anew() -> None:
+    server, read = Hand(), list[int]()
+    server.context.training = Mock()
+    server.keeper.frames.return_value = (read.append(each) or each for each in range(3))
+    peer = server.join(1, "a")
+    server.deal(peer)
+    server.hear(peer, WantState(attempt=1, content="weights", names=("a",)), b"")
+    session: Any = peer.worker.session
+    [call] = session.send_frames.call_args_list
+    frames = iter(call.args[0])
+    assert read == []
+    assert next(frames) == 0
+    server.deal(peer)
+    assert list(frames) == []
 
 
 def test_a_run_whose_last_evaluation_is_known_is_over_when_it_is_resumed() -> None:
