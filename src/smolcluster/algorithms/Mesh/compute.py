@@ -36,7 +36,7 @@ def stage_compute(
         compile_layers(stage)
     # activations that are computed again in the backward draw the same numbers
     every = {"full": 1, "selective": 2}.get(config.activation_checkpointing)
-    for layer in stage.own_layers()[::every] if every else ():
+    for layer in dict.fromkeys(stage.own_layers()[::every] if every else ()):
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
     @contextmanager
@@ -78,7 +78,7 @@ def compile_layers(stage: Stage) -> None:
     Raises:
         ConfigError: PyTorch has no compiler for this Python.
     """
-    for layer in stage.own_layers():
+    for layer in dict.fromkeys(stage.own_layers()):
         try:
             layer.forward = torch.compile(layer.forward)
         except RuntimeError as error:

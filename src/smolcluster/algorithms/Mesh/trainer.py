@@ -129,7 +129,9 @@ class MeshTrainer:
         self._instructions, self._num_stages = schedule[groups["pp"]], len(ranks)
         self._links = MeshLinks(groups, ranks, self._num_parts)
         computed = [each.stage for each in self._stages.values()]
-        self._watches = [LayersWatch(stage, stage.own_layers()) for stage in computed]
+        self._watches = [
+            LayersWatch(stage, list(dict.fromkeys(stage.own_layers()))) for stage in computed
+        ]
         self._tied = TiedWeights(self.slots, tied, groups)
         self.optimizer = MeshOptimizer(
             self.slots,
