@@ -358,6 +358,12 @@ class ModelBuffers:
         }
 
     @property
+    def passing(self) -> list[str]:
+        """The buffers that have changed, but are not persistent."""
+        slots = (self._slots[number] for number in self.changing if number < self._num_buffers)
+        return [slot.name for slot in slots if not slot.is_persistent]
+
+    @property
     def unsaved(self) -> list[str]:
         """The buffers of the model's state that no checkpoint can hold: sparse ones."""
         slots = self._slots[: self._num_buffers]

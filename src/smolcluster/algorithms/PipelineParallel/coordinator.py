@@ -77,7 +77,7 @@ class Coordinator(ABC):
             self.config,
             self.train,
             context.settings.cluster,
-            num_layers(context.training.workload),
+            num_layers(context.training.workload, shares_ends_alone=True),
             context.log,
             num_copies=self.num_copies,
             role=self.role,

@@ -39,10 +39,15 @@ from smolcluster.wire.streams import Assembler, Piece, byte_frames, byte_parts, 
 
 
 def tensors_of(stage: OwnStage) -> Iterator[tuple[str, str, Tensor]]:
-    """Content, name and tensor of all that a checkpoint holds of a stage: views."""
+    """Content, name and tensor of all that a checkpoint holds of a stage: views.
+
+    It is known beforehand, so that it has no buffer that counts only once it has changed.
+    """
     replica = stage.replica
+    passing = replica.buffers.passing
     for name, tensor in model_tensors(replica).items():
-        yield WEIGHTS, name, tensor.detach()
+        if name not in passing:
+            yield WEIGHTS, name, tensor.detach()
     for content, flat in replica.optimizer.moments.items():
         for name, place in replica.layers:
             yield content, name, flat[place]
@@ -51,11 +56,10 @@ def tensors_of(stage: OwnStage) -> Iterator[tuple[str, str, Tensor]]:
 def state_frames(stage: OwnStage, attempt: int, step: int, piece_nbytes: int) -> Iterator[Frame]:
     """A stage's state in pieces, which must not change before they are sent.
 
-    What is tied the first stage sends.
+    What several stages have the first of them sends.
     """
-    is_other = not stage.module.is_first
     for content, name, tensor in tensors_of(stage):
-        if is_other and name in stage.module.tied:
+        if name in stage.module.held_before:
             continue
         make = partial(StageState, attempt=attempt, step=step, content=content, name=name)
         yield from byte_frames(make, byte_parts(tensor, piece_nbytes))

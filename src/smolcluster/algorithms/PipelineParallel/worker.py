@@ -44,6 +44,7 @@ from smolcluster.training.compute import Microbatch
 from smolcluster.training.evaluate import LOSS
 from smolcluster.utils.device import pick_device
 from smolcluster.utils.device_errors import empty_cache, first_line, is_out_of_memory
+from smolcluster.utils.words import a_few
 from smolcluster.wire.inbox import Event, MessageReceived
 from smolcluster.wire.messages import (
     Assignment,
@@ -142,6 +143,8 @@ class Worker:
         self.execution: Execution
         self.version = self.turn = 0
         """Of the newest step that it has taken, and of what the stages have done together last."""
+        self.told_of: set[str] = set()
+        """Buffers that no checkpoint has."""
         self.newest: Event | None = None
         """A plan that has come while another one was begun, or what is asked before a plan."""
 
@@ -332,6 +335,12 @@ class Worker:
         """Send all that a checkpoint holds of one's layers."""
         attempt, step = wanted.attempt, wanted.step
         for stage in self.stages.values():
+            if lost := set(stage.replica.buffers.passing) - self.told_of:
+                self.told_of |= lost
+                self.link.place.log.warning(
+                    "buffers that are not persistent change, and are in no checkpoint of a pipeline: %s",
+                    a_few(sorted(lost)),
+                )
             for frame in state_frames(stage, attempt, step, self.welcome.bucket_bytes):
                 self.link.send_frame(frame)
         self.link.send(StageKept(attempt=attempt, step=step))

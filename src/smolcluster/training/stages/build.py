@@ -14,7 +14,7 @@ from smolcluster.training.labels import LabelsSeen
 from smolcluster.training.lazy import check_shapes
 from smolcluster.training.modes import begin_training
 from smolcluster.training.pretrained import Pretrained
-from smolcluster.training.stages.cut import Stage, layers_of
+from smolcluster.training.stages.cut import Stage, check_shared, layers_of
 from smolcluster.training.stages.huggingface import (
     HuggingFaceStage,
     Logits,
@@ -28,14 +28,19 @@ from smolcluster.utils.seed import derive_seed
 from smolcluster.utils.units import format_bytes
 
 
-def num_layers(workload: Workload, *, may_be_one: bool = False) -> int:
+def num_layers(
+    workload: Workload, *, may_be_one: bool = False, shares_ends_alone: bool = False
+) -> int:
     """How many layers the workload's model has; `may_be_one`: see `layers_of`.
 
     Raises:
-        ConfigError: it cannot be cut.
+        ConfigError: it cannot be cut, or is to share parameters as `check_shared` says and shares others.
     """
     model, _ = _recorded(workload)
-    return len(model_layers(model, workload, may_be_one=may_be_one))
+    layers = model_layers(model, workload, may_be_one=may_be_one)
+    if shares_ends_alone:
+        check_shared(model, layers)
+    return len(layers)
 
 
 def outline(workload: Workload) -> nn.Module:

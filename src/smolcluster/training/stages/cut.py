@@ -4,8 +4,8 @@ A stage is a module of its own that holds the model's modules under the model's 
 optimizer states and checkpoints of all stages have the names that they have in one process.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ class Stage(nn.Module):
     Attributes:
         start, end, num_layers: which of how many layers.
         tied: the names of parameters that an earlier or later stage has as well.
+        held_before: the names of parameters and buffers that an earlier stage has as well.
         dtype: of the whole model's trained parameters, which this stage may have none of.
         model_draws: whether the whole model may draw random numbers as it computes.
         before_layer: called with a layer's number before it computes, such as to seed dropout.
@@ -46,7 +47,9 @@ class Stage(nn.Module):
         own = layers[start:end]
         _register(self, model, own)
         self.add_module(_LAYERS, nn.ModuleList(own))
-        self.tied = _shared(model, layers, start, end)
+        self.tied = _shared(model.named_parameters(), own, [*layers[:start], *layers[end:]])
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        self.held_before = _shared(tensors, own, layers[:start])
 
     @property
     def is_first(self) -> bool:
@@ -57,8 +60,8 @@ class Stage(nn.Module):
         return self.end == self.num_layers
 
     def own_layers(self) -> list[nn.Module]:
-        """Its layers, each once, where they are modules of their own."""
-        return list(dict.fromkeys(getattr(self, _LAYERS, ())))
+        """Its layers, where they are modules of their own; a model may have modules called `layers`."""
+        return list(getattr(self, _LAYERS, ()))
 
     def model_modules(self) -> list[nn.Module]:
         """The topmost modules under the model's names."""
@@ -75,7 +78,7 @@ class Stage(nn.Module):
 def layers_of(
     model: nn.Module, cut: CutModel | None, *, may_be_one: bool = False
 ) -> list[nn.Module]:
-    """The layers of a model: what `cut` says, or the model's own `stages()`, or a Sequential's children.
+    """The layers of a model: what `cut` says, or the model's own `stages()`, or a Sequential's modules.
 
     `may_be_one`: a model of which nobody says how it is cut is one layer.
 
@@ -102,6 +105,26 @@ def layers_of(
     return _checked(list(found))
 
 
+def check_shared(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """See that of all layers of a model only first and last one share a parameter that is trained.
+
+    Raises:
+        ConfigError: others do.
+    """
+    holders = defaultdict[int, set[int]](set)
+    for number, layer in enumerate(layers):
+        for each in layer.parameters():
+            holders[id(each)].add(number)
+    for name, each in model.named_parameters():
+        first, *others = sorted(holders[id(each)]) or [0]
+        if each.requires_grad and others and [first, *others] != [0, len(layers) - 1]:
+            raise ConfigError(
+                f"layers {first} and {others[0]} of {len(layers)} share {name}: in a pipeline only the first "
+                "and the last layer may share a parameter that is trained, such as a tied embedding; a mesh "
+                "takes others as well"
+            )
+
+
 def _runs_in_order(model: nn.Sequential) -> bool:
     return type(model).forward is nn.Sequential.forward
 
@@ -122,10 +145,10 @@ def _register(stage: nn.Module, model: nn.Module, own: Sequence[nn.Module]) -> N
     modules = {id(module): name for name, module in model.named_modules() if name}
     tensors = {id(each): name for name, each in (*model.named_parameters(), *model.named_buffers())}
     # first what is tied, so that it has the model's own name also where that one's module is not
-    here = {id(each) for layer in own for each in layer.parameters()}
+    here = _tensors_of(own)
     for name, each in _with_several_names(model):
         if id(each) in here:
-            place_at(stage, name, each)
+            place_at(stage, name, each, is_kept=_is_kept(model, name))
     for module in _topmost(own, set(modules)):
         place_at(stage, modules[id(module)], module)
     known = {id(each) for each in (*stage.parameters(), *stage.buffers())}
@@ -137,14 +160,28 @@ def _register(stage: nn.Module, model: nn.Module, own: Sequence[nn.Module]) -> N
                 raise ConfigError(
                     f"stages: {name} of a layer is no parameter or buffer of the model"
                 )
-            place_at(stage, tensors[id(tensor)], tensor)
+            own_name = tensors[id(tensor)]
+            place_at(stage, own_name, tensor, is_kept=_is_kept(model, own_name))
             known.add(id(tensor))
 
 
-def _with_several_names(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that several modules have, such as a tied embedding, under the model's names."""
-    names = Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
-    return [(name, each) for name, each in model.named_parameters() if names[id(each)] > 1]
+def _with_several_names(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers of several modules, such as a tied embedding, under the model's names."""
+    names = defaultdict[int, list[tuple[str, Tensor]]](list)
+    for prefix, module in model.named_modules():
+        own = (
+            *module.named_parameters(prefix, recurse=False),
+            *module.named_buffers(prefix, recurse=False),
+        )
+        for name, each in own:
+            names[id(each)].append((name, each))
+    return [several[0] for several in names.values() if len(several) > 1]
+
+
+def _is_kept(model: nn.Module, name: str) -> bool:
+    """Whether a parameter or buffer is part of the model's state; buffers need not be."""
+    owner, _, key = name.rpartition(".")
+    return key not in model.get_submodule(owner)._non_persistent_buffers_set
 
 
 def _topmost(layers: Sequence[nn.Module], known: set[int]) -> Iterator[nn.Module]:
@@ -156,8 +193,13 @@ def _topmost(layers: Sequence[nn.Module], known: set[int]) -> Iterator[nn.Module
             yield from _topmost(list(layer.children()), known)
 
 
-def place_at(root: nn.Module, name: str, content: nn.Module | Tensor) -> None:
-    """Register a module, parameter or buffer under a dotted name, in empty modules where need be."""
+def place_at(
+    root: nn.Module, name: str, content: nn.Module | Tensor, *, is_kept: bool = True
+) -> None:
+    """Register a module, parameter or buffer under a dotted name, in empty modules where need be.
+
+    `is_kept`: whether a buffer is persistent.
+    """
     *path, last = name.split(".")
     for part in path:
         if part not in root._modules:
@@ -168,12 +210,17 @@ def place_at(root: nn.Module, name: str, content: nn.Module | Tensor) -> None:
     elif isinstance(content, nn.Parameter):
         root.register_parameter(last, content)
     else:
-        root.register_buffer(last, content)
+        root.register_buffer(last, content, persistent=is_kept)
 
 
-def _shared(model: nn.Module, layers: Sequence[nn.Module], start: int, end: int) -> tuple[str, ...]:
-    """The names of the parameters of these layers that others have as well."""
-    own = {id(each) for layer in layers[start:end] for each in layer.parameters()}
-    others = [*layers[:start], *layers[end:]]
-    elsewhere = {id(each) for layer in others for each in layer.parameters()}
-    return tuple(name for name, each in model.named_parameters() if id(each) in own & elsewhere)
+def _shared(
+    tensors: Iterable[tuple[str, Tensor]], own: Sequence[nn.Module], others: Sequence[nn.Module]
+) -> tuple[str, ...]:
+    """The names of the parameters and buffers that these layers have, and others as well."""
+    both = _tensors_of(own) & _tensors_of(others)
+    return tuple(name for name, each in tensors if id(each) in both)
+
+
+def _tensors_of(layers: Sequence[nn.Module]) -> set[int]:
+    """The parameters and buffers of layers, by id."""
+    return {id(each) for layer in layers for each in (*layer.parameters(), *layer.buffers())}

@@ -105,6 +105,7 @@ class HuggingFaceStage(Stage):
         tied = [] if self.is_first and self.is_last else _tied(inner)
         _reduce(inner, traits, start, end)
         self.tied = tuple(names[id(each)] for each in inner.parameters() if id(each) in tied)
+        self.held_before = () if self.is_first else self.tied
         prefix = next(name for name, module in model.named_modules() if module is inner)
         for name, child in inner.named_children():
             place_at(self, f"{prefix}.{name}" if prefix else name, child)

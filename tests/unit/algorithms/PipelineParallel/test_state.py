@@ -1,13 +1,28 @@
 """A stage's state in pieces: what has come whole is what was sent, and nothing else is taken."""
 
+import logging
+from contextlib import closing
+from pathlib import Path
+
 import pytest
 import torch
+from torch import Tensor, nn
 
 from peers import opened
-from pipelines import gpt, stages_of
+from pipelines import SEED, gpt, stages_of, whole
 from smolcluster.algorithms.PipelineParallel.execution import OwnStage
-from smolcluster.algorithms.PipelineParallel.state import StateLoader, state_frames, tensors_of
+from smolcluster.algorithms.PipelineParallel.state import (
+    Keeper,
+    Kept,
+    StateLoader,
+    state_frames,
+    tensors_of,
+)
 from smolcluster.errors import ProtocolError
+from smolcluster.training.builtin import cross_entropy
+from smolcluster.training.checkpoint import CheckpointStore, TrainingState
+from smolcluster.training.replica import Replica
+from smolcluster.training.workload import Workload
 from smolcluster.wire.messages import Planned, StageState
 
 PIECE_NBYTES = 100
@@ -76,3 +91,89 @@ def test_a_piece_of_an_older_plan_is_passed_over() -> None:
     loader = loader_of(stage())
     loader.take(said[0][0].model_copy(update={"attempt": 0, "offset": 7}), said[0][1])
     assert not loader.is_whole
+
+
+class Counting(nn.Linear):
+    """Changes a buffer that is not persistent, and has one that several of its kind have."""
+
+    calls: Tensor
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("table", table)
+        self.register_buffer("calls", torch.zeros(1), persistent=False)
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(value)
+
+
+class Masked(nn.Module):
+    """A layer that is no module of the model, whose buffer it takes."""
+
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask)
+
+
+class Odd(nn.Module):
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = torch.ones(4)
+        self.blocks = nn.ModuleList(Counting(table) for _ in range(3))
+        self.register_buffer("mask", torch.ones(4), persistent=False)
+        frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+        for each in self.blocks[1:]:
+            each.bias = frozen
+
+    def stages(self) -> list[nn.Module]:
+        return [*self.blocks, Masked(self.mask)]
+
+
+def test_buffers_that_are_no_state_or_are_shared_do_not_keep_a_pipeline_from_its_checkpoints(
+    tmp_path: Path,
+) -> None:
+    """What is kept is read as it was when it was asked for, by any thread."""
+    log, odd = logging.getLogger("test"), Workload(Odd, cross_entropy, [(torch.zeros(4), 0)])
+    theirs = stages_of(odd, [0, 1, 2, 4], "adamw")
+    for own in theirs:
+        for module in own.module.modules():
+            if isinstance(module, Counting):
+                module(torch.ones(4))
+        own.replica.buffers.find()
+    store = CheckpointStore(tmp_path / "checkpoints", 2, log)
+    with closing(Keeper(store, Replica(whole(odd), "adamw"), log)) as keeper:
+        keeper.begin(1, STATE)
+        for own in theirs:
+            for frame in state_frames(own, 1, STATE.step, PIECE_NBYTES):
+                message, payload = opened(frame)
+                assert isinstance(message, StageState)
+                keeper.take(message, memoryview(payload))
+        keeper.finish()
+        keeper.settle(wait=True)
+        assert keeper.kept.folder is not None
+        for ours in stages_of(odd, [0, 2, 4], "adamw"):
+            loader = loader_of(ours)
+            frames = [keeper.frames(each, PIECE_NBYTES) for each in loader.wanted()]
+            kept, keeper.kept = keeper.kept, Kept(STATE, None)
+            for frame in (each for several in frames for each in several):
+                message, payload = opened(frame)
+                assert isinstance(message, StageState)
+                loader.take(message, payload)
+            assert loader.is_whole
+            keeper.kept = kept
+
+
+STATE = TrainingState(
+    run_id="pipeline-1",
+    algorithm="pipeline",
+    incarnation="a",
+    step=3,
+    samples_applied=9,
+    epoch=0,
+    dataset_fingerprint="d",
+    seed=SEED,
+    codec="fp32",
+)

@@ -1,6 +1,7 @@
 """A model in stages computes what it computes whole, and no stage has what is another one's."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -105,6 +106,28 @@ def test_a_tied_embedding_is_of_the_first_and_the_last_stage(
     assert middle.tied == ()
     assert tied in dict(first.named_parameters()).keys() & dict(last.named_parameters()).keys()
     assert (first.is_first, middle.is_first, last.is_last) == (True, False, True)
+
+
+@pytest.mark.parametrize(
+    ("holders", "is_trained", "is_taken"),
+    [([0, 4], True, True), ([1, 2], True, False), ([0, 2, 4], True, False), ([1, 2], False, True)],
+)
+def test_pipelines_refuse_what_layers_share_but_for_a_tied_embedding(
+    holders: list[int], *, is_trained: bool, is_taken: bool
+) -> None:
+    """Stages would each train one of their own."""
+
+    def model() -> nn.Module:
+        made = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)))
+        weight = nn.Parameter(torch.ones(6, 6), requires_grad=is_trained)
+        for number in holders:
+            made[number].weight = weight
+        return made
+
+    assert num_layers(workload(model)) == 5
+    refused = pytest.raises(ConfigError, match=r"share \d\.weight")
+    with nullcontext() if is_taken else refused:
+        assert num_layers(workload(model), shares_ends_alone=True) == 5
 
 
 def test_a_layer_is_announced_by_its_number_before_it_computes() -> None:
