@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from smolcluster.configs.schema import Precision
 from smolcluster.data.dataset import Batch, Place
 from smolcluster.data.pytree import has_a_row_a_sample, map_tensors, rows, tensors_in
-from smolcluster.errors import ProtocolError
+from smolcluster.errors import ProtocolError, UserCodeError
 from smolcluster.training.batches import apart, placed
 from smolcluster.training.compute import autocast
 from smolcluster.training.cutting import CutCheck
@@ -37,6 +37,8 @@ from smolcluster.utils.user_code import user_code
 
 Gradients = list[Tensor | None]
 """Of the tensors of floats in a tree, in order; None: nothing depends on one."""
+WRITES_INPUT = "a leaf Variable that requires grad"
+"""In PyTorch's error where such a tensor is computed in place."""
 Around = Callable[[str], AbstractContextManager[object]]
 """Entered around the user's code: "model", "loss" or "backward of the model"."""
 
@@ -107,6 +109,8 @@ class StageCompute:
         self._single: tuple[Any, Batch] | None = None
         """Output and batch of a microbatch of one sample, for `cut_check`."""
         self._deferred: dict[int, Deferred] = {}
+        self._writes_input = False
+        """Whether its first layer computes in place."""
         self._totals: list[Tensor] = []
         self._counts: list[float | Tensor] = []
         self.stage.before_layer = self._seed_layer
@@ -142,7 +146,7 @@ class StageCompute:
             return None
         if self._recompute:
             with torch.no_grad():
-                output = self._run(held, held.value)
+                output = self._run(held, apart(held.value))  # layers may write into it
         else:
             output = self._with_graph(held)
         return map_tensors(output, Tensor.detach)
@@ -203,9 +207,11 @@ class StageCompute:
 
     def _with_graph(self, held: _Held) -> Batch:
         """The output, of the last stage the loss; what its backward needs is kept in `held`."""
-        value = held.value if self.stage.is_first else leaves_of(held.value)
-        output = self._run(held, value)
-        held.leaves = [] if self.stage.is_first else floats_in(value)
+        if self.stage.is_first:
+            output = self._run(held, held.value)
+        else:
+            leaves = leaves_of(held.value)
+            output, held.leaves = self._run_from(held, leaves), floats_in(leaves)
         if not self._recompute or self.stage.is_last:
             held.value = None
         if self.stage.is_last:
@@ -267,6 +273,17 @@ class StageCompute:
             return float(total), float(number)
 
         check.look_at_output(self._seeds.device, self._users_loss, num_samples, loss_of)
+
+    def _run_from(self, held: _Held, leaves: Batch) -> Any:
+        """The same; layers that write into what they are given get a copy, which takes memory."""
+        if not self._writes_input:
+            try:
+                return self._run(held, leaves)
+            except UserCodeError as error:
+                if WRITES_INPUT not in str(error.__cause__):
+                    raise
+                self._writes_input = True
+        return self._run(held, apart(leaves))
 
     def _run(self, held: _Held, value: Batch) -> Any:
         self._seeds.at(held.place)

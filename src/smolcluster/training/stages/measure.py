@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from smolcluster.data.dataset import Batch, Place
 from smolcluster.data.pytree import map_tensors, tensors_in
-from smolcluster.training.batches import placed
+from smolcluster.training.batches import apart, placed
 from smolcluster.training.stages.build import (
     build_stage,
     model_input,
@@ -190,7 +190,7 @@ def _held(layer: nn.Module, value: Batch, own: list[Tensor], finish: Finish) -> 
             held[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    given = leaves_of(value)
+    given = apart(leaves_of(value))  # which the layer may write into
     for tensor in tensors_in(given):
         note(tensor)
     with saved_tensors_hooks(note, lambda tensor: tensor), user_code("model"):
@@ -207,8 +207,9 @@ def _timed(
     device: torch.device,
 ) -> tuple[float, float, float]:
     """Seconds of forward, of the gradients of the input, and of those of the weights."""
-    value = leaves_of(value)
-    inputs = [each for each in tensors_in(value) if each.requires_grad]
+    leaves = leaves_of(value)
+    inputs = [each for each in tensors_in(leaves) if each.requires_grad]
+    value = apart(leaves)
     marks = [_now(device)]
     with user_code("model"):
         output = layer(value)

@@ -72,6 +72,13 @@ def test_weights_without_gradients_are_frozen_and_cost_no_weight_gradients() -> 
     assert lora.weight.grad is None, "gradients are not left behind"
 
 
+def test_a_layer_that_computes_in_place_is_measured() -> None:
+    layers = [nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)]
+    each_of = [(key_of(each), lambda each=each: each) for each in layers]
+    _, relu, _ = measure_layers(each_of, torch.ones(2, 4), lambda output: output.sum(), CPU)
+    assert relu.activation_bytes == relu.output_bytes == 4 * 2 * 4
+
+
 def test_what_takes_longer_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("smolcluster.training.stages.measure._now", lambda _device: clock())

@@ -24,6 +24,7 @@ from pipelines import (
 from smolcluster.data.dataset import Batch, Place
 from smolcluster.errors import ProtocolError, UserCodeError
 from smolcluster.models.SimpleNN import SimpleNN
+from smolcluster.training.batches import Doubles
 from smolcluster.training.builtin import cross_entropy, cross_entropy_of
 from smolcluster.training.cutting import CutCheck
 from smolcluster.training.schedules.instructions import SCHEDULES, generate, stage_ranks
@@ -79,6 +80,39 @@ def gated() -> Workload:
     return Workload(lambda: GatedModel().double(), gated_loss, [(torch.zeros(6), 0)])
 
 
+def test_it_is_said_once_that_samples_in_float64_are_cast(caplog: pytest.LogCaptureFixture) -> None:
+    """In one process they are not before a layer refuses them."""
+    workload = Workload(
+        lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)),
+        cross_entropy,
+        [(torch.zeros(6), 0)],
+    )
+    stages, doubles = stages_of(workload, [0, 1, 2]), Doubles()
+    doubles.log = logging.getLogger("smolcluster.test")
+    for each in stages:
+        each.compute.doubles = doubles
+    with caplog.at_level(logging.INFO, "smolcluster.test"):
+        parts = parts_of(features(torch.float64), SIZES)
+        by_hand(generate("1f1b", 2, len(SIZES)), stages, parts)
+    assert sum("float64" in each.getMessage() for each in caplog.records) == 1
+
+
+class Doubling(nn.Module):
+    def forward(self, value: Tensor) -> Tensor:
+        value += value
+        return value
+
+
+def in_place() -> Workload:
+    """Every other layer writes into what it is given."""
+
+    def make() -> nn.Module:
+        first, last = (Doubling(), nn.Linear(6, 6)), (Doubling(), nn.Linear(6, 3))
+        return nn.Sequential(*first, nn.ReLU(inplace=True), nn.Linear(6, 6), *last).double()
+
+    return Workload(make, cross_entropy, [(torch.zeros(6), 0)])
+
+
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor | None]) -> None:
     assert found.keys() == expected.keys()
     for name, values in expected.items():
@@ -129,6 +163,19 @@ def test_other_models_do_too_whatever_is_between_their_layers(make: Any, schedul
     batches = features(torch.float64)
     expected, count, grads = alone(make(), batches)
     loss, stages = run(make(), schedule, 2, batches)
+    assert (loss.total, loss.num_terms) == (pytest.approx(expected, rel=1e-9), count)
+    assert_close(gradients_of(stages), grads)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_a_stage_may_begin_with_a_layer_that_computes_in_place(
+    schedule: str, *, recompute: bool
+) -> None:
+    expected, count, grads = alone(in_place(), features(torch.float64))
+    parts, lists = parts_of(features(torch.float64), SIZES), generate(schedule, 3, len(SIZES))
+    stages = stages_of(in_place(), [0, 2, 4, 6], recompute=recompute)
+    loss = by_hand(lists, stages, parts)
     assert (loss.total, loss.num_terms) == (pytest.approx(expected, rel=1e-9), count)
     assert_close(gradients_of(stages), grads)
 
