@@ -83,7 +83,11 @@ class Doubles:
     def _lower(self, error: UserCodeError, batches: Iterable[Batch]) -> bool:
         about = str(error.__cause__).lower()
         is_about_types = any(word in about for word in ("dtype", "double", "datatype"))
-        if self.are_lowered or not is_about_types or not any(map(_has_doubles, batches)):
+        return is_about_types and self.lower(batches)
+
+    def lower(self, batches: Iterable[Batch]) -> bool:
+        """Cast such samples from now on, if there are any in these batches; False: that changes nothing."""
+        if self.are_lowered or not any(map(_has_doubles, batches)):
             return False
         self.are_lowered = True
         if self.log is not None:

@@ -145,7 +145,12 @@ class MeshTrainer:
         self.dtype: torch.dtype = getattr(torch, dtype)
 
     def check_cutting(self, log: logging.Logger) -> None:
-        """Say once if the loss depends on how a batch is cut, where this rank can tell by itself."""
+        """Say once if the loss depends on how a batch is cut, where this rank can tell by itself.
+
+        So it is said that samples in float64 are cast.
+        """
+        for each in self._stages.values():
+            each.doubles.log = log
         sizes = self.groups.sizes
         if sizes.num_shares * self._num_parts == 1 or sizes.tp > 1 or self.groups.share:
             return

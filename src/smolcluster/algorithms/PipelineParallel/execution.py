@@ -229,6 +229,7 @@ def evaluate_stages(
             batch_size=batch_size,
             before_batch=compute_next,
             dtype=own.module.dtype,
+            doubles=own.compute.doubles,
         )
 
 

@@ -287,6 +287,7 @@ class Worker:
                 self.stages[stage] = OwnStage.of(
                     replica, training.workload, training.seed, recompute=self.config.recomputes
                 )
+                self.stages[stage].compute.doubles = training.replica.doubles
                 if self.config.microbatches > 1:
                     self.stages[stage].compute.cut_check = training.cut_check
         if plan.step is not None:

@@ -23,7 +23,7 @@ from smolcluster.configs.schema import Precision
 from smolcluster.data.dataset import Batch, Place
 from smolcluster.data.pytree import has_a_row_a_sample, map_tensors, rows, tensors_in
 from smolcluster.errors import ProtocolError, UserCodeError
-from smolcluster.training.batches import apart, placed
+from smolcluster.training.batches import Doubles, apart, placed
 from smolcluster.training.compute import autocast
 from smolcluster.training.cutting import CutCheck
 from smolcluster.training.labels import lacks_labels
@@ -81,6 +81,7 @@ class StageCompute:
         stage: its layers.
         loss_scale: what the loss is multiplied by for the backward; `end_step` tells it unscaled.
         cut_check: of what the loss makes of batches that are cut; None: nobody looks.
+        doubles: says that samples in float64 are cast: what refuses them may be another stage.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class StageCompute:
         """
         self.stage, self.loss_scale = stage, 1.0
         self.cut_check: CutCheck | None = None
+        self.doubles = Doubles()
         self._workload, self._seeds = workload, seeds
         self._precision, self._recompute, self._around = precision, recompute, around
         self._loss = output_loss(workload, self._model_returned)
@@ -199,6 +201,8 @@ class StageCompute:
     def _given(self, value: Batch, batch: Batch) -> tuple[Batch, Batch]:
         """The stage's input and its samples, on its device."""
         device = self._seeds.device
+        if self.stage.dtype is torch.float32:
+            self.doubles.lower([batch])
         batch = placed(batch, device, self.stage.dtype)
         if self.stage.is_first:
             with user_code("loss"):  # which takes it once more where the last stage is
