@@ -25,7 +25,7 @@ NEIGHBOUR = StageNeighbour(rank=1, node="b", instance=8 * "b", places=PLACES)
 def test_what_ends_a_plan_is_heard_while_the_state_is_loaded(message: Message) -> None:
     worker, event = Worker(Mock(), Mock()), MessageReceived(0, message)
     worker.stages, worker.link = {0: stages_of(gpt(2, 8), [0, 1, 2])[0]}, Mock()
-    worker.link.next_event.return_value = event
+    worker.link.next_event.side_effect = [event]
     worker.training.replica.meter = Meter()
     with pytest.raises(PlanChanged):
         worker.load_state(PLAN)
