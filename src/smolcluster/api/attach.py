@@ -285,6 +285,8 @@ class Cluster:
 
         With `val_loss` among them they are an evaluation of the run: best checkpoint and patience follow it.
         Of several processes that evaluate it is the first one's. What is told after the run is not kept.
+        Each record has the run's own `step` and `epoch`, and the process's `rank` and `node`; values under
+        these names, or under `ts`, `kind` or `incarnation`, are left out.
 
         Raises:
             ConfigError: a value is NaN or infinite, a name has spaces, or there are more than 64.

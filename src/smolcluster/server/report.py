@@ -37,6 +37,7 @@ from smolcluster.runs.events import (
     WorkerLeft,
     WorkerLost,
 )
+from smolcluster.runs.series import RESERVED
 from smolcluster.runs.status import (
     STOPPED,
     Presence,
@@ -360,13 +361,14 @@ class Report(Listener):
         """What a user's own loop has measured; with a `val_loss` it is an evaluation of these weights.
 
         Those of one worker are the run's, so that patience counts each once; another's are kept as its own.
+        Values under a name of a record's own field are left out: the run counts its steps and epochs itself.
         """
-        measured = dict(values)
+        measured = {name: values[name] for name in values if name not in RESERVED}
         if "val_loss" in measured and self.board.is_evaluator(worker):
             loss = measured.pop("val_loss")
             metrics = {name.removeprefix("val_"): measured[name] for name in measured}
             self.evaluated(self.counts.version, self.counts.epoch, Evaluation(loss, metrics))
-        else:
+        elif measured:
             self._measured("worker", measured, **worker.who)
 
     @property

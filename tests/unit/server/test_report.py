@@ -18,6 +18,7 @@ from smolcluster.runs.events import (
     PushDropped,
     RunStarted,
 )
+from smolcluster.runs.series import RESERVED
 from smolcluster.server.report import Report
 from smolcluster.server.worker import Worker
 from smolcluster.training.evaluate import Evaluation
@@ -274,3 +275,14 @@ def test_patience_counts_the_evaluations_of_one_worker(parts: Parts, report: Rep
     for _ in range(2):
         report.heard(second, Logged(values={"val_loss": 2.0}))
     assert report.counts.is_over, "the next worker's evaluations count when the first has gone"
+
+
+def test_a_loop_s_own_step_and_epoch_do_not_end_the_run(parts: Parts, report: Report) -> None:
+    own = dict.fromkeys(sorted(RESERVED), 3.0)
+    report.heard(OTHER, Logged(values={"train_acc": 0.9, **own}))
+    report.heard(OTHER, Logged(values=own))
+    report.heard(WORKER, Logged(values={"val_loss": 1.0, **own}))
+    assert [dict(record.values) for record in parts.metrics.records] == [
+        {"train_acc": 0.9},
+        {"val_loss": 1.0},
+    ]
