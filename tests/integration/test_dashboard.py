@@ -337,6 +337,7 @@ def test_gpus_have_columns_and_curves_where_a_worker_tells_of_one(
     assert "device" in headings()
     assert not any("gpu" in name for name in headings())
     run, gpu = MadeRun(processes.runs, "edp-second"), {f"gpu/{name}": GPU[name] for name in GPU}
+    gpu["memory_bytes"] = 1e9
     run.metric(*(MetricRecord("worker", n, 1, gpu, rank=0, node="pi5") for n in (398, 399, 400)))
     run.status("ended", None, worker_status(0, process_stats=gpu), worker_status(1))
     run.joined(1, "its successor")
@@ -633,6 +634,7 @@ def test_the_tables_and_curves_of_a_report_fit_into_pages_of_any_width(
 ) -> None:
     run = killed_run(processes.runs, "edp-first")
     stats = {"share/forward": 0.5, "sent_bytes_per_s": 1e6, "rtt_s": 0.01, "step_s": 0.1}
+    stats["memory_bytes"] = 1e9
     run.metric(
         *(MetricRecord("worker", 100, 1, stats, rank=rank, node=NODES[rank]) for rank in range(3))
     )

@@ -11,13 +11,12 @@ The document: `metrics_nbytes` (how much of `metrics.jsonl` it tells), `starts` 
 Null is what was not measured, or is no finite number.
 """
 
-import copy
 import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,8 @@ from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.tail import Tail
 
 EVERY_S, POLL_S = 10.0, 1.0
-MAX_NBYTES = 200_000
+MAX_NBYTES, MAX_CURVES_NBYTES = 200_000, 180_000
+"""Of the file, and of the steps and evaluations in it: the rest is for what the processes report."""
 MAX_STEPS = 1200
 MAX_EVALUATIONS = 300
 MAX_REPORTS = 400
@@ -47,6 +47,8 @@ REPORT_VALUES = (
     *("gpu/utilization", "gpu/memory_bytes", "gpu/temperature_c", "gpu/power_w"),
 )
 """Of a process: of these there are curves, of all others totals."""
+REPORTED = "memory_bytes"
+"""In every report of a worker; what its user's own loop has logged is a line without it."""
 FIRST_S, LONGEST_S = 1.0, 60.0
 """How long the first report of a process counts, and any one at most, seconds."""
 RESERVED = frozenset({"ts", "kind", "incarnation", "step", "epoch", "rank", "node"})
@@ -125,6 +127,13 @@ class Curve:
             buckets, self.buckets = self.buckets, []
             for each in buckets:
                 self._append(each)
+
+    def thinned(self, at_most: int) -> "Curve":
+        """A copy with so many buckets at most."""
+        buckets = [replace(each, sums=dict(each.sums)) for each in self.buckets] if at_most else []
+        thinned = replace(self, buckets=buckets)
+        thinned.thin(at_most)
+        return thinned
 
     def cut(self, step: int) -> None:
         """Forget what came after a step; also of the bucket that goes over it."""
@@ -230,9 +239,6 @@ class ProcessSeries:
 
     def document(self, t0: float, at_most: int) -> dict[str, Any]:
         """As it is in the file, with so many points at most."""
-        thinner = Curve(at_most, REPORT_VALUES, self.curve.stride)
-        thinner.buckets = copy.deepcopy(self.curve.buckets) if at_most else []
-        thinner.thin(at_most)
         totals = {
             name: [
                 rounded(value, _DIGITS) for value in (own.mean, own.seconds, own.most, own.newest)
@@ -244,7 +250,7 @@ class ProcessSeries:
             "rank": self.rank,
             "node": self.node,
             "last_s": self.last_s,
-            "points": thinner.document(t0),
+            "points": self.curve.thinned(at_most).document(t0),
             "totals": totals,
         }
 
@@ -274,7 +280,7 @@ class Series:
             elif kind == "eval":
                 self._name_metrics(entry)
                 self.evaluations.add(entry, t, self._samples)
-            elif kind in ("worker", "rank", "server"):
+            elif kind in ("rank", "server") or (kind == "worker" and REPORTED in entry):
                 self._take_report(entry, t)
 
     def start_of(self, step: int) -> int:
@@ -282,7 +288,7 @@ class Series:
         return bisect_right([first for _, first in self.starts], step) - 1
 
     def document(self, metrics_nbytes: int) -> bytes:
-        """The content of the file; of processes as many points as there is room for."""
+        """The content of the file; of each curve as many points as there is room for."""
         t0 = self.steps.buckets[0].t if self.steps.buckets else 0.0
         whole: dict[str, Any] = {
             "version": 1,
@@ -293,9 +299,15 @@ class Series:
             "steps": self.steps.document(t0),
             "evaluations": self.evaluations.document(t0),
         }
+        thinning = 1
+        while len(orjson.dumps(whole)) > MAX_CURVES_NBYTES and thinning < MAX_EVALUATIONS:
+            thinning *= 2
+            whole["steps"] = self.steps.thinned(MAX_STEPS // thinning).document(t0)
+            few = MAX_EVALUATIONS // thinning
+            whole["evaluations"] = self.evaluations.thinned(few).document(t0)
         shown = list(self.processes.values())
         room = MAX_NBYTES - len(orjson.dumps(whole))
-        num_points = min(MAX_REPORTS, room // (POINT_NBYTES * max(1, len(shown))))
+        num_points = min(MAX_REPORTS, max(0, room) // (POINT_NBYTES * max(1, len(shown))))
         while True:
             whole["processes"] = [each.document(t0, num_points) for each in shown]
             content = orjson.dumps(whole)

@@ -60,7 +60,7 @@ def test_in_the_report(tmp_path: Path) -> None:
     run.started()
     run.joined(0)
     run.steps(1, 10)
-    run.metric(MetricRecord("worker", 10, 0, {"cpu": 1.0, **PEAKS}, rank=0, node="pi5"))
+    run.metric(MetricRecord("worker", 10, 0, {"memory_bytes": 1e9, **PEAKS}, rank=0, node="pi5"))
     run.ended()
     write_report(run.paths)
     page = run.paths.report.read_text()

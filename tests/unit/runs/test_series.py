@@ -89,6 +89,38 @@ def test_as_many_processes_as_there_may_be_fit() -> None:
     assert len(series.document(0)) <= MAX_NBYTES
 
 
+@pytest.mark.parametrize("num_metrics", [0, 40])
+def test_curves_of_many_metrics_leave_room_for_the_processes(num_metrics: int) -> None:
+    series, value = Series(), -1.23456789e-05
+    metrics = {f"val_own{number}": value for number in range(num_metrics)}
+    own = {"lr": value, "drift": value, "grad_norm": value, "val_loss": value} | metrics
+    for number in range(1, 1201):
+        entry = step_of(number, value) | own
+        series.take(entry)
+        series.take(report_of(number, 1))
+        if number % 4 == 0:
+            series.take(entry | {"kind": "eval"})
+    content = series.document(0)
+    assert len(content) <= MAX_NBYTES
+    found = loaded(content)
+    assert found is not None
+    again = found[0]
+    assert again.steps.buckets[-1].step == again.evaluations.buckets[-1].step == 1200
+    assert sum(bucket.num for bucket in again.steps.buckets) == 1200
+    assert len(again.steps.buckets) >= 300
+    assert again.processes[1, "n1"].curve.buckets
+
+
+def test_what_a_loop_has_logged_is_no_report_of_its_process() -> None:
+    series, logged = Series(), Series()
+    for number in range(1, 5):
+        for each in (series, logged):
+            each.take(report_of(2 * number, 1))
+        own = {"kind": "worker", "step": 2 * number, "rank": 1, "node": "n1", "train_acc": 0.5}
+        logged.take({"ts": utc_timestamp(1001.0 + 2 * number), "samples_per_s": 9e9, **own})
+    assert logged.document(0) == series.document(0)
+
+
 def test_points_are_the_means_of_their_steps() -> None:
     series = Series()
     losses = {number: math.sin(number) for number in range(1, 5001)}

@@ -86,8 +86,8 @@ def report_of(run: MadeRun | RunPaths, ended_by: BaseException | None = None) ->
 
 
 def process_stats(rank: int, node: str, **values: float) -> MetricRecord:
-    shares = {"share/forward": 0.25, "share/backward": 0.5, "share/send": 0.125}
-    return MetricRecord("worker", 1, 0, shares | values, rank=rank, node=node)
+    usual = {"share/forward": 0.25, "share/backward": 0.5, "share/send": 0.125, "memory_bytes": 1e9}
+    return MetricRecord("worker", 1, 0, usual | values, rank=rank, node=node)
 
 
 def test_the_page_says_what_the_summary_says(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> N
         links={"pi5": LinkSpeed(up_bytes_s=12e6, down_bytes_s=90e6)},
     )
     for rank in range(2):
-        rates = {"sent_bytes_per_s": 2e6, "received_bytes_per_s": 1e6}
+        rates = {"memory_bytes": 1e9, "sent_bytes_per_s": 2e6, "received_bytes_per_s": 1e6}
         run.metric(MetricRecord("worker", 100, 1, rates, rank=rank, node=NODES[rank]))
     assert "link carries" not in report_of(run).words("links")
     ADVICE.write(run.paths.advice, prediction)

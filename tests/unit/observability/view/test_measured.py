@@ -24,7 +24,7 @@ def columns(paths: RunPaths) -> dict[str, Any]:
 def test_a_run_as_columns(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     run.steps(1, 4)
-    values = {"cpu": 1.5, "rtt_s": 0.001, "queue": 1.0}
+    values = {"cpu": 1.5, "memory_bytes": 1e9, "rtt_s": 0.001, "queue": 1.0}
     run.metric(MetricRecord("worker", 4, 0, values, rank=0, node="pi5"))
     found = columns(run.paths)
     assert found["steps"]["step"] == [1, 2, 3, 4]
