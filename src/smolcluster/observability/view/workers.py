@@ -11,7 +11,6 @@ from smolcluster.observability.view.snapshot import Snapshot
 from smolcluster.observability.view.story import Story
 from smolcluster.runs.events import (
     RunStarted,
-    WorkerEvent,
     WorkerJoined,
     WorkerLeft,
     WorkerLost,
@@ -92,14 +91,11 @@ def stderr_tail(error: BaseException | None, expected: Sequence[Process]) -> Log
 
 def workers_of(read: Snapshot, story: Story) -> list[Worker]:
     """Everyone who took part, by rank; two if one machine had the place of another."""
-    found: dict[tuple[int, str], Worker] = {}
+    found = _in_events(story)
 
-    def worker(of: WorkerEvent | WorkerStatus | WorkerShare) -> Worker:
+    def worker(of: WorkerStatus | WorkerShare) -> Worker:
         return found.setdefault((of.rank, of.node), Worker(of.rank, of.node))
 
-    for record in story.events:
-        if isinstance(record.event, WorkerJoined | WorkerLost | WorkerLeft):
-            _note(worker(record.event), record.event)
     for each in read.status.workers if read.status else ():
         for name in OF_STATUS:
             if value := getattr(each, name):
@@ -111,6 +107,20 @@ def workers_of(read: Snapshot, story: Story) -> list[Worker]:
         for own in found.values():
             own.share = None if own.samples is None else own.samples / total
     return [found[key] for key in sorted(found)]
+
+
+def _in_events(story: Story) -> dict[tuple[int, str], Worker]:
+    """By rank and node."""
+    found: dict[tuple[int, str], Worker] = {}
+    for record in story.events:
+        match record.event:
+            case WorkerJoined() | WorkerLost() | WorkerLeft() as event:
+                key = event.rank, event.node
+                _note(found.setdefault(key, Worker(*key)), event)
+            case RunStarted():  # again: who was there when the owner ended has to join anew
+                for each in found.values():
+                    each.state = "" if each.state == "joined" else each.state
+    return found
 
 
 def _note(worker: Worker, event: WorkerJoined | WorkerLost | WorkerLeft) -> None:

@@ -125,6 +125,15 @@ def test_a_worker_that_was_killed_is_in_its_row_the_events_and_the_trouble(tmp_p
     assert ("class", "warning it") in page.attributes
 
 
+def test_a_worker_that_a_resumed_run_is_without_is_not_there_at_its_end(tmp_path: Path) -> None:
+    run = killed_run(tmp_path)
+    run.started()
+    run.joined(0)
+    run.status("ended", "done", worker_status(0))
+    states = [row[1] for row in report_of(run).rows["workers"][1:]]
+    assert states == ["joined", "lost", "–"]
+
+
 @pytest.mark.usefixtures("with_curves")
 def test_the_page_needs_no_network_and_runs_no_script(tmp_path: Path) -> None:
     page = report_of(killed_run(tmp_path))
