@@ -21,8 +21,9 @@ from harness import free_port
 from loki import Receiver, receiving
 from smolcluster.launch.observe.stack import is_loki
 from smolcluster.launch.observe.targets import listens
-from smolcluster.observability.shipping.lines import LokiLine
+from smolcluster.observability.shipping.lines import LokiLine, labels_of
 from smolcluster.observability.shipping.loki import LokiClient, PushReply, push_body
+from smolcluster.runs.paths import log_stem
 from smolcluster.utils.retry import Deadline
 from waiting import DEADLINE_S
 
@@ -156,7 +157,14 @@ def test_promtail_gives_every_label_and_leaves_the_link_out(role: str) -> None:
     assert client["url"].endswith("/loki/api/v1/push")
 
 
-def test_alloy_gives_the_same_labels() -> None:
+@pytest.mark.parametrize(
+    ("role", "rank"),
+    [
+        *(("server", None), ("worker", 12), ("store", None), ("stage", None)),
+        *(("rank", None), ("rank", 12)),
+    ],
+)
+def test_alloy_gives_the_same_labels(role: str, rank: int | None) -> None:
     text = (STACK / "config.alloy").read_text()
     code = re.sub(r"^\s*//.*$", "", text, flags=re.MULTILINE)
     for opening, closing in ("()", "[]", "{}"):
@@ -165,17 +173,16 @@ def test_alloy_gives_the_same_labels() -> None:
     assert set(re.findall(r'"(\w+)"', kept)) == LABELS
     [made] = re.findall(r"stage\.labels \{\s*values = \{(.*?)\}", text)
     assert set(re.findall(r"(\w+) = ", made)) == LABELS - {"job"}
-    assert text.count("/latest/logs/*") == 2
+    assert text.count("/latest/logs/*") == text.count("__path__ ")
+    assert f'/*/logs/{role}-*.log"' in text
+    stem = log_stem(role, "mini2", rank)
     of_a_file: dict[str, str] = {}
     for expression in re.findall(r'expression = "(.*)"', text):
-        if found := re.search(expression, "/me/runs/edp-1/logs/worker-rank12-mini2.log"):
+        if found := re.search(expression, f"/me/runs/edp-1/logs/{stem}.log"):
             of_a_file |= found.groupdict()
-    assert of_a_file == {
-        "run": "edp-1",
-        "host": "worker-rank12-mini2",
-        "component": "worker",
-        "rank": "12",
-    }
+    labels = labels_of(stem, "edp-1")
+    assert f'"{labels.pop("job")}"' in text
+    assert of_a_file == labels
     assert 'sys.env("LOKI_URL")' in text
 
 

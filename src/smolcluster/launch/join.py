@@ -48,8 +48,6 @@ from smolcluster.wire.security import load_secret
 POLL_S = 0.1
 BEGIN_S = 60.0
 """How long a worker that is left alone is watched until it logs; PyTorch takes some seconds."""
-LOCK = "joining.lock"
-"""In a run's folder: who brings a machine into it holds its lock."""
 
 
 def join(where: str, wanted: JoinOptions) -> int:
@@ -82,9 +80,9 @@ def _taking_turns(paths: RunPaths) -> Iterator[None]:
         )
 
     def unlockable(reason: str) -> LaunchError:
-        return LaunchError(f"{paths.root / LOCK} cannot be locked: {reason}")
+        return LaunchError(f"{paths.joining} cannot be locked: {reason}")
 
-    with held(paths.root / LOCK, on_busy, unlockable):
+    with held(paths.joining, on_busy, unlockable):
         yield
 
 

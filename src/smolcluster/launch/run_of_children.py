@@ -22,7 +22,6 @@ from smolcluster.launch.run import EndedBadly, Run, missing_workers
 from smolcluster.launch.stop import StopResult
 from smolcluster.observability.terminal import COLOURS, displayable
 from smolcluster.observability.view.snapshot import measured
-from smolcluster.runs.asked import ASKED
 from smolcluster.runs.launched import Launched, LaunchedProcess, write_launched
 from smolcluster.runs.paths import RunPaths, take_back_latest
 from smolcluster.utils.retry import Deadline
@@ -62,8 +61,8 @@ class RunOfChildren(Run):
 
     def _forget_what_was(self) -> None:
         super()._forget_what_was()
-        for folder in (ASKED, "exits"):
-            shutil.rmtree(self._paths.root / folder, ignore_errors=True)
+        for folder in (self._paths.asked, self._paths.exits):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _begin_all(self, asked: Interrupts) -> None:
         roles = Counter(each.role for each in self._launched.others)

@@ -1,6 +1,7 @@
 """Shipping the logs of a launched run to Loki: one shipper a machine, which ends with the run.
 
-Promtail where it is installed, else Grafana Alloy, else our own `smolcluster ship`. A shipper is started in
+Promtail where it is installed and has a configuration for each role, else Grafana Alloy, else our own
+`smolcluster ship`. A shipper is started in
 a tmux session like the processes of the run, and ends by itself when those of its machine have ended: a run
 that was left alone leaves nothing behind. Whatever fails here is said, and disturbs no run.
 """
@@ -24,18 +25,19 @@ from smolcluster.launch.observe.stack import (
     own_loki,
     services,
 )
-from smolcluster.launch.plan import MODULE
+from smolcluster.launch.plan import MODULE, RANKS
 from smolcluster.launch.sessions import ask_to_end, begin, host_of, look_script
 from smolcluster.launch.stop import LAST_LINES_S
 from smolcluster.launch.tmux import session_name
 from smolcluster.runs.launched import Launched, LaunchedProcess
+from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.at_once import at_once
 from smolcluster.utils.folders import checkout
 from smolcluster.utils.units import format_address
 from smolcluster.utils.words import as_command
 
 ROLE = "shipper"
-OUTPUT = "promtail.log"
+OUTPUT = RunPaths(Path()).shipper_log.name
 """In a run's folder: what troubles its shipper."""
 LOOPBACK = "http://127."
 END_S = 8.0
@@ -137,7 +139,10 @@ def ship_script(processes: Sequence[LaunchedProcess], url: str) -> str:
     roles = dict.fromkeys(process.role for process in processes)
     configs = [f"logging/promtail-{role}-remote.yaml" for role in roles]
     looks = "\n".join(f"{{ {look_script(process)}; }}" for process in processes)
-    only = [word for process in processes for word in ("--only", process.stem)]
+    has_configs = " && ".join(f"[ -f {config} ]" for config in configs)
+    only = [  # ranks have logs of their own, which that of what starts them does not name
+        word for process in processes if process.role != RANKS for word in ("--only", process.stem)
+    ]
     own = (
         f"{shlex.join([first.argv[0], *MODULE, 'smolcluster.cli', 'ship'])} {shell_path(first.run_dir)} "
         f"{shlex.join(['--loki', url, *only])}"
@@ -151,7 +156,7 @@ def ship_script(processes: Sequence[LaunchedProcess], url: str) -> str:
             f"export LOKI_URL={shlex.quote(url.rstrip('/'))}",
             f"export SMOLCLUSTER_RUNS_DIR={shell_path(first.run_dir.rpartition('/')[0])}",
             f"cd {project} 2>/dev/null",
-            f"if command -v promtail >/dev/null && [ -f {configs[0]} ]; then",
+            f"if command -v promtail >/dev/null && {has_configs}; then",
             *(
                 f'promtail -config.expand-env=true -config.file={file} >> "$out" 2>&1 & pids="$pids $!"'
                 for file in configs

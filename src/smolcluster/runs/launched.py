@@ -78,7 +78,7 @@ class LaunchedProcess(Process):
             return False
         folder, pid = Path(self.run_dir).expanduser(), self.pid
         with suppress(OSError, ValueError, psutil.Error):
-            pid = pid or int((folder / "pids" / self.stem).read_text())
+            pid = pid or int((RunPaths(folder).pids / self.stem).read_text())
             return folder.name in " ".join(psutil.Process(pid).cmdline())
         return False
 

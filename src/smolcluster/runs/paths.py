@@ -3,6 +3,7 @@
 <runs>/<run id>/config.yaml  status.json  events.jsonl  metrics.jsonl  series.json  spans.jsonl
                 summary.json  curves.png  report.html  sample.txt  trace.json  launch.json
                 advice.json  plan.json  logs/  checkpoints/  launch/  own/  profile/  tensorboard/  wandb/
+                pids/  exits/  asked/  promtail.log  joining.lock
 <runs>/latest -> the newest run that has begun: a server that listens, or a single process that trains
 """
 
@@ -78,7 +79,7 @@ class RunPaths:
     wandb = _In("wandb")
     """What Weights & Biases keeps."""
     logs = _In("logs")
-    """A log file a process, in JSON lines, with tracebacks."""
+    """A log file a process, in JSON lines, with tracebacks; `.shipped.json` says how much Loki has."""
     checkpoints = _In("checkpoints")
     """`step-…/{model.safetensors, optimizer.safetensors, state.json}`, and the links `latest` and `best`."""
     launch = _In("launch")
@@ -87,8 +88,18 @@ class RunPaths:
     """What a worker keeps for itself: with DiLoCo the state of its optimizer."""
     profile = _In("profile")
     """Traces of torch.profiler; of a mesh, with `profile`."""
+    pids = _In("pids")
+    """The id of each process in a tmux session."""
+    exits = _In("exits")
+    """The exit code of each process that has ended."""
+    asked = _In("asked")
+    """A file for each process that was asked to end, which may say why."""
+    shipper_log = _In("promtail.log")
+    """What troubles the shipper that brings the logs to Loki."""
     lock = _In(".lock")
     """Locked by the process that writes the run."""
+    joining = _In("joining.lock")
+    """Locked by a `join`, on the machine that launched the run."""
 
     @property
     def run_id(self) -> str:

@@ -115,9 +115,15 @@ def test_of_a_server_and_a_worker_on_one_machine_both_logs_are_followed(
     assert said(home).count("flushed") == 2
 
 
-def test_alloy_follows_where_there_is_no_promtail(home: Path, shell: Shell) -> None:
+@pytest.mark.parametrize("role", ["server", "store", "stage", "ranks"])
+def test_alloy_follows_where_promtail_does_not_know_each_role(
+    home: Path, shell: Callable[..., "subprocess.Popen[bytes]"], role: str
+) -> None:
     install(home, "alloy")
-    assert shell(server("pi5")).wait(TIMEOUT_S) == 0
+    if role != "server":
+        install(home, "promtail")
+    other = server("pi5").model_copy(update={"role": role})
+    assert shell(server("pi5"), other).wait(TIMEOUT_S) == 0
     assert said(home)[0].startswith(f"alloy http://10.0.0.1:3100 {home}/runs run ")
     assert said(home)[0].endswith(" logging/config.alloy")
 
@@ -147,6 +153,8 @@ def test_our_own_shipper_gets_the_logs_of_its_machine_only(home: Path, shell: Sh
     command = "-m smolcluster.cli ship \"$HOME\"/'it'\"'\"'s $(touch pwned)/r1' --loki"
     assert f'{command} http://10.0.0.1:3100 --only worker-rank3-pi5 >> "$out"' in script
     assert (odd / "r1" / "promtail.log").exists()
+    ranks = process.model_copy(update={"role": "ranks", "rank": None})
+    assert "--only" not in ship_script([ranks], "http://10.0.0.1:3100"), "its ranks have the logs"
 
 
 def test_a_node_is_told_of_no_loki_that_does_not_let_it_in(
