@@ -11,6 +11,7 @@ from reading import fake_ssh, launched_run, log_line, server, status_of, worker,
 from smolcluster.errors import DataError
 from smolcluster.launch.host import Host
 from smolcluster.launch.watch import mirror as mirroring
+from smolcluster.launch.watch import tail as tailing
 from smolcluster.launch.watch.mirror import Mirror
 from smolcluster.launch.watch.page import opened
 from smolcluster.launch.watch.top.source import Source
@@ -66,6 +67,25 @@ def test_a_run_on_other_machines_is_read_there_as_it_goes_on(
         view.folder.close()
     assert list((tmp_path / "copies").iterdir()) == []
     assert sorted(paths.root.rglob("*")) == before
+
+
+@pytest.mark.parametrize("num_events", [2, 4])
+def test_where_not_all_events_come_their_counts_are_at_least(
+    tmp_path: Path, elsewhere: RunPaths, monkeypatch: pytest.MonkeyPatch, num_events: int
+) -> None:
+    monkeypatch.setattr(mirroring, "NUM_EVENTS", num_events)
+    monkeypatch.setattr(tailing, "NUM_FIRST", 0)
+    run = MadeRun(elsewhere.root.parent, "r1")
+    run.started()
+    run.joined(0)
+    run.joined(1)
+    paths = launched_run(tmp_path / "runs", server())
+    view = View(opened(paths, tmp_path / "copies"), clock=lambda: time.monotonic() * 10)
+    try:
+        eventually(lambda: view.events()["counts"].get("worker_joined") == 2)
+        assert view.events()["has_older"] == (num_events == 2)
+    finally:
+        view.folder.close()
 
 
 def test_a_resumed_runs_old_summary_goes_away(tmp_path: Path, elsewhere: RunPaths) -> None:

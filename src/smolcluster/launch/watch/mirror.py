@@ -90,7 +90,7 @@ class Mirror(Folder):
             self._copy.logs.mkdir()
             self.logs = (self._copy.logs, paths.logs)
             if not self.is_here:
-                self.served = self._copy
+                self.served, self.num_events = self._copy, NUM_EVENTS
                 there = f"{shell_path(launched.server.run_dir)}/{paths.events.name}"
                 self._follow(launched.server, there, self._copy.events, NUM_EVENTS)
             self._follow_logs()

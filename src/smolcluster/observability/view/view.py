@@ -38,7 +38,10 @@ class Folder:
         own: its folder, where the launcher has left what it knows.
         served: the folder with what its server writes; a copy that grows where that is another machine.
         logs: folders with log files.
+        num_events: so many of the newest events were brought when it was opened; None: all are there.
     """
+
+    num_events: int | None = None
 
     def __init__(self, own: RunPaths) -> None:
         self.own = self.served = own
@@ -218,11 +221,14 @@ class View:
             return self._shown[1]
 
     def events(self) -> dict[str, Any]:
+        """What happened; with `has_older` there may be earlier events that `counts` leaves out."""
         with self._lock:
             self._poll()
+            brought = self.folder.num_events
             return {
                 "events": self.story.shown(),
                 "counts": dict(self.story.counts),
+                "has_older": brought is not None and self.story.counts.total() >= brought,
                 "version": self.story.version,
             }
 

@@ -17,11 +17,11 @@ const known = new Map(LANES.flatMap((lane) => lane.kinds.map((kind) => [kind, la
 /** The lane of a kind; one of its own for kinds that this page does not know. */
 const laneOf = (kind) => known.get(kind) ?? OTHER;
 const hidden = new Set();
-let events = [], counts = {}, shown = [], chosen = null;
+let events = [], counts = {}, hasOlder = false, shown = [], chosen = null;
 
 export function drawTimeline(next) {
   const before = chosen === null ? null : shown[chosen];
-  ({ events, counts } = next);
+  ({ events, counts, has_older: hasOlder } = next);
   drawKinds();
   redrawTimeline();
   if (before) choose(shown.findIndex((event) => event.t === before.t && event.kind === before.kind));
@@ -45,7 +45,7 @@ function drawKinds() {
   }
   for (const chip of box.children) {
     say(chip.querySelector("span"), sentence(chip.dataset.kind));
-    say(chip.querySelector("small"), String(counts[chip.dataset.kind]));
+    say(chip.querySelector("small"), `${hasOlder ? "≥ " : ""}${counts[chip.dataset.kind]}`);
   }
 }
 
