@@ -15,8 +15,8 @@ RUNNING = (
     ("stop", "save a checkpoint and end it"),
 )
 WITH_MACHINES = (
-    ("doctor", "examine the machines of {file}"),
-    ("advise", "how fast each algorithm would train on them"),
+    ("doctor --config {file}", "examine the machines of {file}"),
+    ("advise --config {file}", "how fast each algorithm would train on them"),
     ("launch {algorithm}", "train on them"),
 )
 FIRST_RUN = ("launch edp --local", "train on this machine: digits, a minute")
@@ -47,6 +47,6 @@ def first_commands(folder: Path, *, is_running: bool, has_runs: bool) -> Sequenc
         return (FINISHED_RUNS if has_runs else FIRST_RUN, *NEXT)
     algorithm = file.stem.removeprefix(CLUSTER_FILES.partition("*")[0])
     return [
-        (command.format(algorithm=algorithm), what.format(file=file.name))
+        (command.format(algorithm=algorithm, file=file.name), what.format(file=file.name))
         for command, what in WITH_MACHINES
     ]

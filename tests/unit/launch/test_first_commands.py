@@ -14,7 +14,14 @@ from smolcluster.utils.words import as_typed
     [
         (None, False, False, ["launch edp --local", "init", "train --workload FILE.py:FUNCTION"]),
         (None, False, True, ["report", "init", "train --workload FILE.py:FUNCTION"]),
-        ("diloco", False, True, ["doctor", "advise", "launch diloco"]),
+        (
+            *("diloco", False, True),
+            [
+                "doctor --config cluster_config_diloco.yaml",
+                "advise --config cluster_config_diloco.yaml",
+                "launch diloco",
+            ],
+        ),
         ("edp", True, True, ["status", "top", "stop"]),
     ],
 )

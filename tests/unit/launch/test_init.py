@@ -219,6 +219,7 @@ def test_flags_alone_give_a_file_that_loads(
     said = printed.getvalue()
     assert "measuring 1 way from pi5 to mini1 …" in said
     assert "pi5 reaches mini1 best at 127.0.0.1: " in said
+    assert f"`uv run smolcluster doctor --config '{target}'` examines its machines" in said
     assert f"`uv run smolcluster launch {algorithm} --config '{target}'` starts it" in said
     assert list(target.parent.iterdir()) == [target]
 

@@ -112,8 +112,9 @@ def init(
     if user and not options.yes and not user.confirm(f"Write {target}?"):
         return 1
     write_whole(target, text, durable=False)
+    examines = as_command("doctor", "--config", str(target))
     starts = as_command("launch", algorithm, "--config", str(target))
-    print_line(console, f"wrote {target}; {starts} starts it")
+    print_line(console, f"wrote {target}; {examines} examines its machines, {starts} starts it")
     return 0
 
 
