@@ -653,7 +653,9 @@ class ClusterConfig(Section):
         None, description="How gradients travel, such as int8: in 8 bits; null: as they are."
     )
     seed: int = Field(42, ge=0, lt=2**63, description="Seed of weights, split and sample order.")
-    elastic: bool = Field(True, description="Accept worker ids above num_workers.")
+    elastic: bool = Field(
+        True, description="Accept worker ids above num_workers, and nodes that are not in host_ip."
+    )
     min_workers: PositiveInt = Field(1, description="Training starts when so many have joined.")
     start_timeout_s: Wait = Field(
         120.0,
@@ -677,7 +679,8 @@ class ClusterConfig(Section):
     )
     heartbeat_timeout_s: HeartbeatTimeout = Field(
         10.0,
-        description="A peer silent for so long is lost, seconds; heartbeats go 4 times as often.",
+        description="A peer silent for so long is lost, seconds; heartbeats go each second, or 4 times "
+        "as often as this where that is sooner.",
     )
     checkpoint_steps: PositiveInt | None = Field(
         200,
