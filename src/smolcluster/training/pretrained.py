@@ -62,7 +62,7 @@ class Pretrained:
         Raises:
             ConfigError: there is no such folder, its weights are pickled, or the adapters cannot be split.
         """
-        self.folder = Path(folder).expanduser()
+        self.folder = Path(folder).expanduser().absolute()
         self.lora = lora
         self.files = WeightFiles(self.folder)
         self._dtype = _dtype_named(dtype)

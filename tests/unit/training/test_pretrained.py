@@ -199,7 +199,8 @@ def test_frozen_matrices_of_blocks_become_4_bits(monkeypatch: pytest.MonkeyPatch
 
 def test_a_training_file_names_the_folder_and_the_text(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    found = load_named(WORKLOAD, text_arguments(tmp_path), SEED)
+    monkeypatch.chdir(tmp_path)
+    found = load_named(WORKLOAD, text_arguments(tmp_path) | {"folder": "model"}, SEED)
     assert isinstance(found.maker, Pretrained)
     assert found.tokens_per_sample == 8
     inputs, _ = batch = found.train.batch(torch.arange(2, dtype=torch.int32))
