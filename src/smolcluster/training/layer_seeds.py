@@ -153,7 +153,8 @@ def seed_generators(seed: int, device: torch.device) -> None:
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
     elif device.type != "cpu":
         torch.manual_seed(seed)
 

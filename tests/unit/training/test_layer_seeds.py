@@ -1,7 +1,8 @@
 """Dropout masks of stages are those of one process that computes the same microbatches."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 
@@ -20,11 +21,12 @@ from smolcluster.errors import ConfigError
 from smolcluster.models.gpt import GPT
 from smolcluster.training.build import Microbatching, TrainingContext
 from smolcluster.training.builtin import cross_entropy
-from smolcluster.training.layer_seeds import LayerSeeds, drawing_layers, may_draw
+from smolcluster.training.layer_seeds import LayerSeeds, drawing_layers, may_draw, seed_generators
 from smolcluster.training.replica import Replica
 from smolcluster.training.schedules.instructions import generate, stage_ranks
 from smolcluster.training.stages.build import build_stage
 from smolcluster.training.workload import Workload
+from smolcluster.utils.isolated_rng import forked_rng
 
 NUM_SAMPLES, SIZE, EPOCH, START = 8, 2, 3, 16
 SIZES = GPTConfig(
@@ -265,6 +267,22 @@ def test_draws_of_numpy_and_python_follow_from_seed_and_place_alone() -> None:
         random.random()  # noqa: S311 - so does somebody else
     assert drawn[:2] == drawn[4:]
     assert len(set(drawn)) == 4
+
+
+def test_the_generator_of_the_very_device_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, seeded = ["cuda:0"], []
+
+    @contextmanager
+    def chosen(device: torch.device) -> Iterator[None]:
+        current.append(str(device))
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", chosen)
+    monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: seeded.append((current[-1], seed)))
+    with forked_rng():
+        seed_generators(7, torch.device("cuda:1"))
+    assert seeded == [("cuda:1", 7)]
 
 
 class Checkpointed(nn.Sequential):
