@@ -96,7 +96,9 @@ def evaluate(
         for indices in torch.split(every_index(samples), batch_size):
             before_batch()
             with user_code("data"):
-                gathered = placed(samples.batch(indices), device, dtype, lowers_doubles=False)
+                batch = samples.batch(indices)
+            place = partial(_placed, batch, device, dtype, doubles)
+            gathered = doubles.attempt(place, [batch])
             for name, measure in measured.items():
                 what = name if name == LOSS else f"metric {name}"
                 fresh = partial(placed, gathered, device, dtype)
@@ -116,6 +118,12 @@ def evaluate(
     if bad is not None and (num_good or has_bad_values):
         raise bad
     return {name: (sums[name], counts[name]) for name in measured}
+
+
+def _placed(batch: Batch, device: torch.device, dtype: torch.dtype, doubles: Doubles) -> Batch:
+    """The batch on the device, which may have no float64, as MPS."""
+    with user_code("data"):
+        return placed(batch, device, dtype, lowers_doubles=doubles.are_lowered)
 
 
 def _bad_value(batch: Batch) -> float | None:

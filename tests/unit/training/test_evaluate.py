@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +68,23 @@ def test_a_loss_that_takes_gradients_itself_is_evaluated() -> None:
 def test_a_double_precision_model_takes_single_precision_data() -> None:
     split = Split(torch.randn(5, 4), torch.zeros(5, dtype=torch.int64))
     assert evaluated(nn.Linear(4, 3).double(), split).loss > 0
+
+
+def test_a_device_without_double_precision_takes_it_as_single(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    convert = Tensor.to
+
+    def as_mps(tensor: Tensor, *how: Any) -> Tensor:
+        if torch.float64 in how:
+            raise TypeError(
+                "Cannot convert a MPS Tensor to float64 dtype as MPS does not support it"
+            )
+        return convert(tensor, *how)
+
+    monkeypatch.setattr(Tensor, "to", as_mps)
+    split = Split(torch.randn(5, 4).double(), torch.zeros(5, dtype=torch.int64))
+    assert math.isfinite(evaluated(nn.Linear(4, 3), split, batch_size=2).loss)
 
 
 def test_a_sequence_of_targets_counts_each_of_them() -> None:
