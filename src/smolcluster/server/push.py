@@ -137,6 +137,11 @@ class GradientSender:
             count = len(buckets) if num_buckets is None else num_buckets
             self._feedback.commit(buckets[count - 1].stop if count else 0, share)
 
+    def forget(self) -> None:
+        """Which buckets of the last push have counted is not known: nothing is owed any more."""
+        if self._feedback is not None:
+            self._feedback.forget()
+
     def _encode(self, bucket: slice, values: Tensor, share: float, what: str) -> memoryview:
         size = self._codec.encoded_nbytes(bucket_length(bucket))
         encoded = torch.empty(size, dtype=torch.uint8)

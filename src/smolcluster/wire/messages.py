@@ -456,9 +456,12 @@ class Commit(Message, kind=17):
 
 
 class Cancel(LeaseMessage, kind=18):
-    """Server: a push is wanted no more; its first `num_buckets` buckets have counted."""
+    """Server: a push is wanted no more; its first `num_buckets` buckets have counted.
 
-    num_buckets: Count
+    Null: with several hosts it is not known which buckets have.
+    """
+
+    num_buckets: Count | None
 
 
 class Skip(LeaseMessage, kind=19):
@@ -505,11 +508,11 @@ class Park(Message, kind=21):
     """Server: the client does not keep up, and hears of no further step until it is sent the state anew.
 
     What was queued for it is dropped: the open step, and its parts. Of the push `lease` the first
-    `num_buckets` buckets have counted, of a later one nothing. It answers with a Pull.
+    `num_buckets` buckets have counted (null: as of Cancel), of a later one nothing. It answers with a Pull.
     """
 
     lease: LeaseKey | None
-    num_buckets: Count
+    num_buckets: Count | None
 
 
 class Logged(Message, kind=24):

@@ -98,13 +98,16 @@ class PartAssignment:
         return self.step.num_counted[self.key]
 
     @property
-    def num_settled(self) -> int:
+    def num_settled(self) -> int | None:
         """Buckets whose residual its worker keeps: none of a backup, nor in a step that is skipped.
 
-        With stores on other hosts all or none, as those that have counted are not the first ones.
+        None: with stores on other hosts some may have counted, and not the first ones. What they carried of
+        earlier pushes' residual is paid.
         """
-        is_void = self.step.is_abandoned or self.step.overflow is not None
-        return 0 if self.backup or is_void or self.is_partial else self.num_counted
+        if self.backup or self.step.is_abandoned or self.step.overflow is not None:
+            return 0
+        is_unknown = self.is_partial and (self.num_counted > 0 or self.push.awaited)
+        return None if is_unknown else self.num_counted
 
     @property
     def is_partial(self) -> bool:

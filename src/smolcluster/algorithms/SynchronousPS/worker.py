@@ -318,7 +318,7 @@ class Worker:
             self.tasks.remove(waiting)
             self.skip(cancel.lease)
         elif cancel.lease == self.unacknowledged:
-            self.settle(cancel.num_buckets)
+            self.settle_as_told(cancel.num_buckets)
         else:
             self.cancelled.add(cancel.lease)
 
@@ -332,7 +332,7 @@ class Worker:
     def begin_anew(self, park: Park) -> None:
         """The server has given up sending every step: forget all but the run, and ask for the state."""
         self.call_off(None)
-        self.settle(park.num_buckets if park.lease == self.unacknowledged else 0)
+        self.settle_as_told(park.num_buckets if park.lease == self.unacknowledged else 0)
         self.tasks.clear()
         self.cancelled.clear()
         self.has_state = self.fell_behind = False
@@ -343,6 +343,12 @@ class Worker:
         terms = self.unacknowledged_terms
         share = terms / commit.num_terms if terms and commit.num_terms else None
         self.settle(0 if commit.is_skipped else None, share)
+
+    def settle_as_told(self, num_buckets: int | None) -> None:
+        """So many buckets of the last push have counted; None: which is not known, so nothing is owed."""
+        if num_buckets is None:
+            self.sender.forget()
+        self.settle(num_buckets or 0)
 
     def settle(self, num_buckets: int | None, share: float | None = None) -> None:
         """So many buckets (None: all) of the last push have counted; forget the others' residual."""

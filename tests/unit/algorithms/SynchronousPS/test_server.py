@@ -875,7 +875,7 @@ def test_who_wins_here_and_was_beaten_at_a_store_keeps_no_residual(
     one.push(its_part)
     stage.server.on_counted(0, counted(its_part, 0))
     cancel = one.hand.hear_a(Cancel)
-    assert (cancel.lease, cancel.num_buckets) == (its_part.lease, 0)
+    assert (cancel.lease, cancel.num_buckets) == (its_part.lease, None)
     assert other_host == []
 
 

@@ -200,6 +200,23 @@ def test_of_a_step_that_is_done_again_no_residual_is_kept() -> None:
     assert (done.num_settled, open_one.num_settled) == (0, 0)
 
 
+def test_what_has_counted_of_a_push_is_not_known_unless_it_is_all_or_nothing_on_all_hosts() -> None:
+    step = Step(7, Range(2, 64, 72), [8], 3, "here", others={"win": 1})
+    (part,) = step.parts
+    one, backup = (step.grant(part, worker, n, 0.0) for n, worker in enumerate((ONE, OTHER)))
+    settled = [one.num_settled]
+    claim(step, one, 0, 1)
+    settled.append(one.num_settled)
+    claim(step, backup, 2)
+    one.push.awaited.clear()
+    settled.append(one.num_settled)
+    step.num_counted[one.key] = 4
+    settled.append(one.num_settled)
+    step.num_counted[one.key] = 0
+    assert [*settled, one.num_settled] == [None, None, None, 4, 0]
+    assert backup.num_settled == 0, "it was lossless"
+
+
 def test_the_loss_is_the_mean_over_samples_not_over_parts() -> None:
     step = step_of(1, 3, 12)
     for number, (part, loss) in enumerate(zip(step.parts, (8.0, 4.0, 1.0), strict=True)):

@@ -193,7 +193,7 @@ def task(
     )
 
 
-def cancel(grant: int = 1, num_buckets: int = 0) -> MessageReceived:
+def cancel(grant: int = 1, num_buckets: int | None = 0) -> MessageReceived:
     return MessageReceived(0, Cancel(lease=lease(grant), num_buckets=num_buckets))
 
 
@@ -587,6 +587,19 @@ def test_a_cancel_settles_what_has_counted_and_the_commit_after_it_no_more(
 ) -> None:
     assert next_push(num_buckets) == reference(num_buckets)
     assert next_push(num_buckets, by_commit=True) == reference(num_buckets)
+
+
+def test_a_push_of_which_nobody_knows_what_has_counted_ends_all_debts() -> None:
+    """What it carried of the push before may be paid."""
+    shop, fresh = Shop("int8"), Shop("int8")
+    for grant, num_counted in ((1, 3), (2, None)):
+        shop.worker.work_on(task(grant))
+        shop.worker.handle(cancel(grant, num_counted))
+    shop.wire.frames.clear()
+    for each in (shop, fresh):
+        each.worker.work_on(task(3))
+    payloads = [[bytes(frame.payload) for frame in each.wire.frames] for each in (shop, fresh)]
+    assert payloads[0] == payloads[1]
 
 
 @pytest.mark.parametrize("batch_samples", [4, 8, 32])
