@@ -397,6 +397,10 @@ class Members:
         member.pause_s = FIRST_PAUSE_S if has_settled else min(2 * member.pause_s, MOST_PAUSE_S)
         member.resumed_at = now + member.pause_s
 
+    @property
+    def parked(self) -> list[StepMember]:
+        return [member for member in self._members.values() if member.is_parked]
+
     def returning(self, now: float, *, at_once: bool) -> list[StepMember]:
         """Parked members that are sent the newest state now; `at_once`: nobody's time has to come."""
         back = [each for each in self._members.values() if each.returns(now, at_once=at_once)]

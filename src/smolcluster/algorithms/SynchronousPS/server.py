@@ -138,6 +138,8 @@ class Server:
                 self.gather_for_the_end(error)
                 raise
             self.gather_for_the_end()
+            if self.context.is_attached:
+                self.give_result()
             return self.saver.summary()
 
     def serve(self) -> None:
@@ -148,6 +150,11 @@ class Server:
             self.advance(time.monotonic())
             self.saver.tick()
             self.report.tick()
+
+    def give_result(self) -> None:
+        """Send loops of a user's own that are parked the final state; the others have taken all steps."""
+        for member in self.members.parked:
+            self.send_state(member)
 
     def gather_for_the_end(self, error: BaseException | None = None) -> None:
         """Let what is saved when the run ends so hold what stores owe then."""

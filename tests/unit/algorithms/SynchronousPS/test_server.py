@@ -593,6 +593,17 @@ def test_when_nobody_else_is_there_a_parked_member_need_not_wait(stage: Stage) -
     assert laggard.slow.hand.hear_a(State).version == stage.server.version
 
 
+def test_a_loop_that_is_parked_as_the_run_ends_is_sent_the_final_weights(stage: Stage) -> None:
+    one, other = stage.member(1), stage.member(2)
+    stage.server.park(other.member, "it is slow", time.monotonic())
+    stage.advance()
+    one.push(one.part())
+    stage.server.give_result()
+    assert other.hand.hear_a(Park).lease is None
+    state = other.hand.hear_a(State)
+    assert (state.content, state.version) == ("weights", 1)
+
+
 def test_what_a_member_is_parked_for_again_is_not_logged_again(stage: Stage) -> None:
     member = stage.member(1)
     for _ in range(3):
