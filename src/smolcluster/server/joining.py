@@ -1,5 +1,6 @@
 """A process's way into a run: it dials the server, and hears how a run ended that it comes too late for."""
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -114,6 +115,7 @@ class Follower(Node):
                 if settled.expired:
                     delays_s = backoff_delays(cap_s=LONGEST_DELAY_S)
                 time.sleep(next(delays_s))
+            gc.collect()  # sessions and what takes their messages, with its memory, refer to each other
 
     def ask(self) -> Welcome:
         """What the run is, and a worker id for this node, which it comes in under later.

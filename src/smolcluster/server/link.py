@@ -214,6 +214,8 @@ class Link(Session):
         for other in self._others:
             other.cut("the session with the server has ended")
             other.join(None)
+        for each in (self, *self._others):  # others may still hold them until the next session
+            each.receiver = Unready()
 
 
 def wait_until(

@@ -1,10 +1,12 @@
 """The life of a worker process: it takes part, comes back after every loss, and knows when to stop."""
 
 import builtins
+import gc
 import io
 import math
 import os
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -216,6 +218,45 @@ def test_who_follows_another_worker_speaks_of_that(life: Life[Helper]) -> None:
     assert any("its worker is lost: " in line for line in life.lines)
     assert any("its worker has left: it was stopped" in line for line in life.lines)
     assert not any("the server" in line for line in life.lines)
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
+def test_what_took_messages_in_a_lost_session_is_freed_before_the_next_one(
+    life: Life[Helper],
+) -> None:
+    class Circular(Echo):
+        def __init__(self) -> None:
+            super().__init__()
+            self.itself = self
+
+    class Receiving(Helper):
+        link: Link
+
+        def new_receiver(self) -> Receiver:
+            there.append(any(each() is not None for each in made))
+            receiver = Circular()
+            made.append(weakref.ref(receiver))
+            return receiver
+
+        def take_part(self, link: Link) -> None:
+            self.link = link
+            super().take_part(link)
+
+    made: list[weakref.ref[Receiver]] = []
+    there: list[bool] = []
+    worker = life.begin(Receiving)
+    life.taken_part()[0].leave()
+    hand, _ = life.taken_part()
+    end(hand)
+    worker.finish()
+    assert there == [False, False]
 
 
 def test_a_server_that_does_not_come_back_is_given_up(life: Life[Helper]) -> None:

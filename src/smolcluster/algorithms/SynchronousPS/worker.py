@@ -134,6 +134,7 @@ class Worker:
                     self.work_on(self.tasks.popleft())
         finally:
             self.receiver.close()
+            del self.receiver  # its memory is free before the next session takes its own
 
     def work_on(self, task: Assigned) -> None:
         """Compute a part's gradient and push it, unless it is wanted no more."""

@@ -198,12 +198,13 @@ def cancel(grant: int = 1, num_buckets: int | None = 0) -> MessageReceived:
 
 
 def live(shop: Shop, *events: Event) -> None:
-    """A session in which this comes, and then the connection is lost."""
+    """A session in which this comes, and then the connection is lost; the next one begins."""
     has_state = shop.worker.has_state
     shop.wire.coming = [*shop.state(shop.worker.version, 0.5)] if has_state else []
     shop.wire.coming += events
     with pytest.raises(PeerLost):
         shop.worker.take_part(shop.wire)
+    shop.worker.new_receiver()
 
 
 @pytest.fixture
