@@ -163,21 +163,23 @@ def train(
     model: nn.Module | None = None,
     *,
     val_loss: float | None = None,
+    at_once: int | None = None,
 ) -> tuple[nn.Module, list[list[int]]]:
-    """A user's loop, and the samples of each of its steps; `val_loss`: it finds that after each."""
+    """A user's loop, and the samples of each of its batches; `val_loss`: it finds that after each."""
     model = model or net()
     batches: list[list[int]] = []
     optimizer = make(model)
     with served.attach(model, optimizer, name) as cluster:
-        sampler = Noted(cluster.sampler(DATA), batches)
+        sampler = Noted(cluster.sampler(DATA, at_once), batches)
         for inputs, targets in DataLoader(DATA, batch_sampler=sampler):
-            optimizer.zero_grad(set_to_none=True)
             loss = functional.mse_loss(model(inputs), targets)
             backward(loss)
             cluster.loss = loss
             if val_loss is not None:
                 cluster.log(val_loss=val_loss)
-            optimizer.step()
+            if cluster.is_step_due:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
     return model, batches
 
 
@@ -659,10 +661,13 @@ def test_what_batch_norm_has_seen_reaches_the_server(tmp_path: Path, algorithm: 
     assert served.weights["2.num_batches_tracked"] == summary.steps
 
 
-def test_a_batch_of_one_sample_does_not_stop_batch_norm(tmp_path: Path) -> None:
-    served = Served(tmp_path, "edp", "worker_update_interval=1", "batch_size=89")
+@pytest.mark.parametrize(("batch_size", "at_once"), [(89, None), (45, 11)])
+def test_a_batch_of_one_sample_does_not_stop_batch_norm(
+    tmp_path: Path, batch_size: int, at_once: int | None
+) -> None:
+    served = Served(tmp_path, "edp", "worker_update_interval=1", f"batch_size={batch_size}")
     model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2))
-    _, batches = train(served, model=model)
+    _, batches = train(served, model=model, at_once=at_once)
     served.finish()
     assert 1 in map(len, batches)
     assert all(each.training for each in model.modules())

@@ -544,7 +544,9 @@ class Cluster:
             if self._before is None or self._before.shape != replica.params.shape:
                 self._before = torch.empty_like(replica.params)
             self._before.copy_(replica.params.detach())
-        with lone_sample(self._model) if len(indices) == 1 else nullcontext():
+        at_once = (self._sampler and self._sampler._batch_size) or len(indices)
+        num_last = (len(indices) - 1) % at_once + 1
+        with lone_sample(self._model) if num_last == 1 else nullcontext():
             self._pause()
         told = self.loss.detach() if isinstance(self.loss, Tensor) else self.loss
         loss = math.nan if told is None else float(told)
