@@ -158,11 +158,13 @@ def test_buffers_that_are_no_state_or_are_shared_do_not_keep_a_pipeline_from_its
             loader = loader_of(ours)
             frames = [keeper.frames(each, PIECE_NBYTES) for each in loader.wanted()]
             kept, keeper.kept = keeper.kept, Kept(STATE, None)
+            num_pieces = keeper.num_pieces
             for frame in (each for several in frames for each in several):
                 message, payload = opened(frame)
                 assert isinstance(message, StageState)
                 loader.take(message, payload)
             assert loader.is_whole
+            assert keeper.num_pieces > num_pieces, "nobody hangs while they go"
             keeper.kept = kept
 
 
