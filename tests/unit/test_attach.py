@@ -293,12 +293,22 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-def stepped(optimizer: torch.optim.Optimizer, model: nn.Module, seeds: range) -> None:
+class CountingInGroups(torch.optim.SGD):
+    """Keeps a number in its groups, as Prodigy does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["lr"] = 0.1 / group["k"]
+        return super().step(closure)
+
+
+def stepped(optimizer: LoopOptimizer, model: nn.Module, seeds: range) -> None:
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
         for parameter in model.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=generator)
-        optimizer.step()
+        optimizer.step(0.1)
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -306,7 +316,13 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1),
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
     "a user's": lambda model: Counting(model.parameters(), lr=0.1),
+    "a user's that counts in groups": lambda model: CountingInGroups(model.parameters(), lr=0.1),
 }
+
+
+def of_loop(name: str, model: nn.Module) -> LoopOptimizer:
+    optimizer = OPTIMIZERS[name](model)
+    return LoopOptimizer(optimizer, optimizer.step, list(model.named_parameters()))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -314,34 +330,28 @@ def test_a_loop_s_optimizer_goes_on_with_a_state_that_was_kept_and_can_begin_ane
     name: str,
 ) -> None:
     whole, resumed = net(), net()
-    optimizers = [OPTIMIZERS[name](model) for model in (whole, resumed)]
-    ours, theirs = (
-        LoopOptimizer(each, each.step, list(model.named_parameters()))
-        for each, model in zip(optimizers, (whole, resumed), strict=True)
-    )
-    stepped(optimizers[0], whole, range(3))
+    ours, theirs = of_loop(name, whole), of_loop(name, resumed)
+    stepped(ours, whole, range(3))
     resumed.load_state_dict(whole.state_dict())
     other = LoopOptimizer(torch.optim.Adamax(net().parameters()), lambda: None, [])
     kept = {key: tensor.clone() for key, tensor in ours.state.items()}
     theirs.resume(kept | other.state | {"owed.0": torch.ones(3)})
     assert theirs.state.keys() == ours.state.keys()
-    for each, model in zip(optimizers, (whole, resumed), strict=True):
+    for each, model in ((ours, whole), (theirs, resumed)):
         stepped(each, model, range(3, 5))
     assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
     fresh = net()
     whole.load_state_dict(fresh.state_dict())
     ours.reset()
-    for each, model in ((optimizers[0], whole), (OPTIMIZERS[name](fresh), fresh)):
+    for each, model in ((ours, whole), (of_loop(name, fresh), fresh)):
         stepped(each, model, range(2))
     assert all(map(torch.equal, whole.parameters(), fresh.parameters()))
 
 
 def test_the_state_of_an_optimizer_of_another_class_is_left_aside() -> None:
     model = net()
-    adam, plain = OPTIMIZERS["adam"](model), OPTIMIZERS["momentum"](model)
-    stepped(adam, model, range(1))
-    named = list(model.named_parameters())
-    theirs = LoopOptimizer(plain, plain.step, named)
-    theirs.resume(LoopOptimizer(adam, adam.step, named).state)
+    ours, theirs = of_loop("adam", model), of_loop("momentum", model)
+    stepped(ours, model, range(1))
+    theirs.resume(ours.state)
     assert not theirs.state
-    stepped(plain, model, range(2))
+    stepped(theirs, model, range(2))

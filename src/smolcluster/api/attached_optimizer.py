@@ -15,6 +15,8 @@ MARK = "_smolcluster_step"
 KNOWS_SCALES = "_step_supports_amp_scaling"
 """What an optimizer has for which `torch.amp.GradScaler` skips no step, but tells it of the scale."""
 _NUMBERS: Mapping[str, Callable[[float], float]] = {"bool": bool, "int": int, "float": float}
+_Count = tuple[int, str]
+"""A number of a group: which group, and the number's key there."""
 Step = Callable[[Callable[[], Any] | None], Any]
 """Takes a step with the gradients of now, after the closure if there is one; returns what that does."""
 
@@ -77,24 +79,53 @@ class LoopOptimizer:
         """`step`: the optimizer's own; `named`: the trained parameters, by their names in the run."""
         self._optimizer, self._step, self._named = optimizer, step, named
         self._at_first = {each: _copied(optimizer.state.get(each, {})) for _, each in named}
+        self._counts_at_first = self._counts()
+        self._counted: set[_Count] = set()
+        """What the optimizer's own steps change of its groups' numbers."""
 
     def step(self, learning_rate: float) -> None:  # noqa: ARG002 - the loop's schedule has set it
+        before = self._counts()
         self._step()
+        self._counted |= {
+            each for each, value in self._counts().items() if before.get(each) != value
+        }
+
+    def _counts(self) -> dict[_Count, float]:
+        """Numbers of the groups but their learning rate, which is the schedule's; flags are none."""
+        return {
+            (number, key): value
+            for number, group in enumerate(self._optimizer.param_groups)
+            for key, value in group.items()
+            if type(value) in (int, float) and key != "lr"
+        }
 
     def reset(self) -> None:
         for parameter, state in self._at_first.items():
             self._optimizer.state.pop(parameter, None)
             if state:
                 self._optimizer.state[parameter] = _copied(state)
+        for number, key in self._counted:
+            group = self._optimizer.param_groups[number]
+            group.pop(key, None)
+            if (number, key) in self._counts_at_first:
+                group[key] = self._counts_at_first[number, key]
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """All tensors and numbers of the state, by `CLASS/PARAMETER/KEY/TYPE`."""
+        """All tensors and numbers of the state, by `CLASS/PARAMETER/KEY/TYPE`.
+
+        What a group counts has its number in the parameter's place, after a dot, with which no parameter's
+        name begins.
+        """
+        owners = [(name, self._optimizer.state.get(each, {})) for name, each in self._named]
+        counts = self._counts()
+        for number, key in sorted(self._counted & counts.keys()):
+            owners.append((f".{number}", {key: counts[number, key]}))
         kind = type(self._optimizer).__name__
         return {
-            f"{kind}/{name}/{key}/{type(value).__name__}": torch.as_tensor(value)
-            for name, parameter in self._named
-            for key, value in self._optimizer.state.get(parameter, {}).items()
+            f"{kind}/{name}/{key}/{type(value).__name__}": _as_tensor(value)
+            for name, state in owners
+            for key, value in state.items()
             if isinstance(value, (Tensor, float, int))
         }
 
@@ -102,16 +133,29 @@ class LoopOptimizer:
         saved = self._optimizer.state_dict()
         order = [id(each) for group in self._optimizer.param_groups for each in group["params"]]
         numbers = {name: order.index(id(each)) for name, each in self._named if id(each) in order}
+        groups = {f".{number}": group for number, group in enumerate(saved["param_groups"])}
         found: dict[int, dict[str, Any]] = {}
+        counted: set[_Count] = set()
         for place, tensor in stored.items():
             kind, *parts = place.split("/")
-            number = numbers.get("/".join(parts[:-2]))
-            if kind == type(self._optimizer).__name__ and number is not None:
-                to_number = _NUMBERS.get(parts[-1])
-                value = tensor if to_number is None else to_number(tensor.item())
-                found.setdefault(number, {})[parts[-2]] = value
-        if found:
+            if kind != type(self._optimizer).__name__:
+                continue
+            name, key, to_number = "/".join(parts[:-2]), parts[-2], _NUMBERS.get(parts[-1])
+            value = tensor if to_number is None else to_number(tensor.item())
+            if name in numbers:
+                found.setdefault(numbers[name], {})[key] = value
+            elif name in groups:
+                groups[name][key] = value
+                counted.add((int(name[1:]), key))
+        self._counted |= counted
+        if found or counted:
             self._optimizer.load_state_dict({**saved, "state": found})
+
+
+def _as_tensor(value: Tensor | float) -> Tensor:
+    return (
+        torch.tensor(value, dtype=torch.float64) if type(value) is float else torch.as_tensor(value)
+    )
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
