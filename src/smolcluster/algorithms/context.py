@@ -339,6 +339,7 @@ class ServerContext(PoolContext):
             check_stop=check_stop or self.check_stop,
             worker_command=self.worker_command,
             clock=clock,
+            sends_results=self.is_attached,
         )
 
 

@@ -51,9 +51,12 @@ from smolcluster.wire.messages import (
 from smolcluster.wire.session import Session
 
 PRESENT_S = 5.0
-"""How long the end of the run waits at most for workers and stores to close their connections, seconds."""
+"""How long the end of the run waits at most for workers and stores that have been told of it to close their
+connections, seconds."""
 GOODBYE_S = 0.5
 """How long a server that is stopped waits at most for the same: it may have little time."""
+LEAST_RECEIVED_NBYTES = 64 * 1024
+"""More than a worker receives of heartbeats while it is waited for."""
 SHUTDOWN_TIMEOUT_S = 3.0
 """How long the end of the run waits for workers that have lost their connection, seconds."""
 LONG_PREPARED_S = 60.0
@@ -94,6 +97,7 @@ class WorkerPool(Generic[L]):
         role: str = "worker",
         worker_command: str | None = None,
         clock: Callable[[], float] = time.monotonic,
+        sends_results: bool = False,
     ) -> None:
         """Begin without workers.
 
@@ -102,7 +106,9 @@ class WorkerPool(Generic[L]):
             role: what its members are to people.
             worker_command: starts a worker, for a person who has to; None: it is started by others.
             clock: how long workers are waited for goes by it, seconds.
+            sends_results: whether workers need what is queued for them when the run ends well.
         """
+        self._sends_results = sends_results
         self._clock = clock
         self._role = role
         self._worker_command = worker_command
@@ -237,31 +243,69 @@ class WorkerPool(Generic[L]):
         """Tell everybody that the run is over, and stay a moment for those who have not heard it.
 
         Whoever has says Goodbye and closes its side; of a connection that broke, nobody knows. A run that had
-        nothing left to do when it was resumed waits for those that took part before.
+        nothing left to do when it was resumed waits for those that took part before. Who needs what is queued
+        for it hears of the end behind that, and is waited for as long as it goes on coming.
+
+        Raises:
+            Interrupted: a signal asked this process to stop meanwhile.
         """
-        end = End(ok=ok, sentence=sentence)
+        end, sends_results = End(ok=ok, sentence=sentence), ok and self._sends_results
         if ok and not self._known:
             self._missing.update(self.listener.known_nodes)
-        workers = (each.session for each in self._workers.values() if each.session)
-        for session in (*workers, *self._stores.values()):
-            session.send_at_once(end)
+        for session in self._sessions:
+            tell = session.send if sends_results else session.send_at_once
+            tell(end)
         leaving = {*self._workers, *self._stores}
-        present, absent = Deadline(PRESENT_S), Deadline(SHUTDOWN_TIMEOUT_S)
+        arrived = self._arrived
+        present, absent = self._patience(sends_results), Deadline(SHUTDOWN_TIMEOUT_S)
         while (leaving and not present.expired) or (self._missing and not absent.expired):
-            match self._inbox.get(0.1):
-                case JoinRequest(session_id, hello, answer):
-                    answer.set_result(Refused("over" if ok else "failed", sentence))
-                    self._missing.discard(hello.worker_id)
-                    leaving.add(session_id)  # until it has been told
-                case SessionOpened() as opened:
-                    opened.session.send_at_once(end)
-                case MessageReceived(session_id, Goodbye() | Telemetry() as message):
-                    self._hear(session_id, message)
-                case SessionClosed(session_id):
-                    leaving.discard(session_id)
-                    gone = self._workers.get(session_id)
-                    if gone is not None and gone.ready and gone.goodbye is None:
-                        self._missing.add(gone.member.worker_id)
+            self._see_out(self._inbox.get(0.1), end, leaving)
+            if not sends_results:
+                continue
+            self._check_stop()  # it may take long
+            before, arrived = arrived, self._arrived
+            if arrived != before:
+                present = self._patience(sends_results)
+
+    def _see_out(self, event: Event | None, end: End, leaving: set[int]) -> None:
+        """Take what happens after the end of the run; `leaving`: sessions that are still waited for."""
+        match event:
+            case JoinRequest(session_id, hello, answer):
+                answer.set_result(Refused("over" if end.ok else "failed", end.sentence))
+                self._missing.discard(hello.worker_id)
+                leaving.add(session_id)  # until it has been told
+            case SessionOpened() as opened:
+                opened.session.send_at_once(end)
+            case MessageReceived(session_id, Goodbye() | Telemetry() as message):
+                self._hear(session_id, message)
+            case SessionClosed(session_id):
+                leaving.discard(session_id)
+                gone = self._workers.get(session_id)
+                if gone is not None and gone.ready and gone.goodbye is None:
+                    self._missing.add(gone.member.worker_id)
+
+    @property
+    def _sessions(self) -> list[Session]:
+        workers = [each.session for each in self._workers.values() if each.session]
+        return [*workers, *self._stores.values()]
+
+    @property
+    def _arrived(self) -> list[tuple[int, int, int]]:
+        """How far all that is queued has come: to this machine's network, and as far as workers have told."""
+        return [
+            (
+                session.num_gone,
+                session.connection.bytes_sent if session.backlog else 0,
+                each.gauge.received_bytes // LEAST_RECEIVED_NBYTES,
+            )
+            for each in self._workers.values()
+            if (session := each.session) is not None
+        ]
+
+    def _patience(self, sends_results: bool) -> Deadline:
+        """How long the end of the run waits for the next thing to come, or for workers to close."""
+        is_sending = sends_results and any(each.backlog for each in self._sessions)
+        return Deadline(self._cluster.heartbeat_timeout_s if is_sending else PRESENT_S)
 
     def _hear_fault(self, session_id: int, fault: Goodbye) -> None:
         """A worker gives up. The others go on without it, unless the run's own code is to blame.

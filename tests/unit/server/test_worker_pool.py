@@ -64,8 +64,10 @@ from smolcluster.wire.messages import (
     Message,
     Pull,
     Reject,
+    State,
     Welcome,
 )
+from smolcluster.wire.streams import spec_of
 from waiting import Clock
 
 pytestmark = pytest.mark.usefixtures("short_farewell")
@@ -527,6 +529,40 @@ def test_everybody_hears_of_the_end_and_why(
     assert isinstance(ended, RunEnded)
     for end in ends:
         assert (end.ok, end.sentence) == (ended.ok, ended.reason) == (error is None, words)
+
+
+def test_a_loop_of_a_user_s_own_hears_of_the_end_behind_the_weights_that_wait_for_it(
+    parts: Parts, rooms: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long its link takes for them."""
+    monkeypatch.setattr(type(parts.context), "is_attached", True)
+    monkeypatch.setattr(room, "PRESENT_S", 0.0)
+    drain, is_over, nbytes = room.WorkerPool.drain, threading.Event(), 2**22
+
+    def drain_and_tell(*args: Any) -> None:
+        is_over.set()
+        drain(*args)
+
+    def hear_all(hand: Hand) -> list[Message]:
+        assert is_over.wait(DEADLINE_S)
+        heard = [hand.hear()[0] for _ in range(5)]
+        hand.leave()
+        return heard
+
+    monkeypatch.setattr(room.WorkerPool, "drain", drain_and_tell)
+    threads = rooms.enter_context(ThreadPoolExecutor(1))
+    with opened(parts, rooms) as house:
+        hand = house.join(hello())
+        hand.connection.max_payload = nbytes
+        [worker] = house.pool.workers
+        spec = spec_of("raw", "uint8", nbytes, nbytes)
+        for bucket in range(4):
+            state = State(incarnation="here", version=7, bucket=bucket, num_buckets=4, tensor=spec)
+            worker.live_session.send(state, bytes(nbytes))
+        news = threads.submit(hear_all, hand)
+    *weights, end = news.result(DEADLINE_S)
+    assert [type(each) for each in weights] == [State] * 4
+    assert isinstance(end, End)
 
 
 @pytest.mark.usefixtures("patient")

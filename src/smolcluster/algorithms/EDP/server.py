@@ -115,8 +115,6 @@ class Server(LeasingServer):
         """Send the final weights to loops of a user's own, which go on with them."""
         for peer in self.peers.values():
             self.send_weights(peer)
-        for peer in self.peers.values():
-            peer.worker.live_session.flush(self.context.run.heartbeat_timeout_s)
 
     def handle(self, event: Event) -> None:
         match event:
