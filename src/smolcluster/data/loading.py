@@ -368,8 +368,7 @@ def _drawn(sampler: Iterable[Any], seed: int, epoch: int, of_batches: int | None
     Raises:
         ConfigError: it has no end, gives what is no index, or batches of another size before the last.
     """
-    set_epoch(sampler, epoch)
-    sampler = _seeded(sampler, seed)
+    sampler = _begun(sampler, seed, epoch)
     if getattr(sampler, "generator", False) is None:
         sampler = copy.copy(sampler)
         sampler.generator = torch.Generator().manual_seed(seed)  # type: ignore[attr-defined]
@@ -389,13 +388,14 @@ def _drawn(sampler: Iterable[Any], seed: int, epoch: int, of_batches: int | None
     return [_index(key, sampler) for each in batches for key in each]
 
 
-def _seeded(sampler: Any, seed: int) -> Any:
-    """The sampler with new generators in place of its own, and of those of the samplers that it draws from.
+def _begun(sampler: Any, seed: int, epoch: int) -> Any:
+    """The sampler, told its epoch, with new generators in place of its own; so are those it draws from.
 
     A generator goes on from one drawing to the next, and no two processes have drawn equally often.
     """
+    set_epoch(sampler, epoch)
     own = {
-        name: _new_generator(each, seed) for name, each in getattr(sampler, "__dict__", {}).items()
+        name: _anew(each, seed, epoch) for name, each in getattr(sampler, "__dict__", {}).items()
     }
     changed = {name: each for name, each in own.items() if each is not vars(sampler)[name]}
     if changed:
@@ -404,7 +404,7 @@ def _seeded(sampler: Any, seed: int) -> Any:
     return sampler
 
 
-def _new_generator(value: Any, seed: int) -> Any:
+def _anew(value: Any, seed: int, epoch: int) -> Any:
     match value:
         case torch.Generator():
             return torch.Generator(value.device).manual_seed(seed)
@@ -415,7 +415,7 @@ def _new_generator(value: Any, seed: int) -> Any:
         case random.Random():
             return random.Random(seed)  # noqa: S311 - of an order
         case Sampler():
-            return _seeded(value, seed)
+            return _begun(value, seed, epoch)
     return value
 
 

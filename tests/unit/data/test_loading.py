@@ -158,8 +158,12 @@ def test_a_sampler_draws_under_a_seed_of_run_and_epoch(sampler: Any) -> None:
     assert orders(loader(sampler=sampler()), seed=8) != first
 
 
-def test_a_sampler_is_told_the_epoch() -> None:
+@pytest.mark.parametrize("is_of_batches", [False, True])
+def test_a_sampler_is_told_the_epoch(is_of_batches: bool) -> None:
     data = loader(sampler=EveryOther())
+    if is_of_batches:
+        batches = BatchSampler(EveryOther(), batch_size=2, drop_last=False)
+        data = DataLoader(Numbers(), batch_sampler=batches)  # type: ignore[arg-type]
     assert samples_of(data).num_samples == 5
     assert orders(data) == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9], [0, 2, 4, 6, 8]]
 
