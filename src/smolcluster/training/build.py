@@ -26,7 +26,7 @@ from smolcluster.training.cutting import NUM_SAMPLES, CutCheck, Few
 from smolcluster.training.evaluate import DEFAULT_BATCH_SIZE, Evaluation, evaluate, evaluation_of
 from smolcluster.training.first_loss import NO_LOSSES, FirstLosses
 from smolcluster.training.labels import lacks_labels
-from smolcluster.training.layer_seeds import LayerSeeds, drawing_layers, may_draw
+from smolcluster.training.layer_seeds import LayerSeeds, PythonSeeds, drawing_layers, may_draw
 from smolcluster.training.lazy import give_shapes
 from smolcluster.training.local_copy import Executor, InProcess
 from smolcluster.training.modes import move
@@ -307,12 +307,17 @@ class TrainingContext:
         except SmolclusterError:
             return []  # it cannot be cut, so that nobody computes a part of it
 
+    @cached_property
+    def _python_seeds(self) -> PythonSeeds:
+        return PythonSeeds()
+
     def _compute(
         self, num_samples: int, epoch: int, cut: Callable[[int], list[Microbatch]]
     ) -> BatchLoss:
         """`cut` gives the batch in parts of so many samples."""
         replica, buffers = self.replica, self.replica.buffers
-        kept, seeds = buffers.values(), LayerSeeds(self.seed, self.replica.device)
+        kept = buffers.values()
+        seeds = LayerSeeds(self.seed, self.replica.device, python=self._python_seeds)
 
         def computed(parts: list[Microbatch]) -> BatchLoss:
             with seeds.hooked(replica.model, self._drawing_layers):

@@ -19,11 +19,39 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from smolcluster.data.dataset import Place
-from smolcluster.utils.isolated_rng import seed_python
+from smolcluster.data.drawing import DRAWING, NUM_WATCHED
+from smolcluster.utils.isolated_rng import python_state, seed_python
 from smolcluster.utils.seed import derive_seed
 
 LOSS = -1
 """In a layer's place: what the loss draws once its model has returned."""
+
+
+class PythonSeeds:
+    """Seeds what `random` and NumPy draw from, which is the process's, for a model and its loss.
+
+    Another thread may be making a sample that draws from the same. It is waited for only where model or loss
+    draw, too, which is found out at the first microbatches.
+    """
+
+    def __init__(self) -> None:
+        self._num_watched, self._is_drawn = 0, False
+        self._seeded: bytes | None = None
+        """The state after the last seeding, while it is found out."""
+
+    def begin(self, seed: int) -> None:
+        """A microbatch begins."""
+        is_watched = self._num_watched < NUM_WATCHED and not self._is_drawn
+        if not DRAWING.acquire(blocking=is_watched or self._is_drawn):
+            return
+        try:
+            if is_watched:
+                self._num_watched += 1
+                self._is_drawn = self._seeded not in (None, python_state())
+            seed_python(seed)
+            self._seeded = python_state() if is_watched else None
+        finally:
+            DRAWING.release()
 
 
 class LayerSeeds:
@@ -34,8 +62,19 @@ class LayerSeeds:
         place: of the first sample of the microbatch that is computed.
     """
 
-    def __init__(self, seed: int, device: torch.device, *, part: int = 0) -> None:
-        """`part`: of each sequence, where several processes share sequences: each draws its own."""
+    def __init__(
+        self,
+        seed: int,
+        device: torch.device,
+        *,
+        part: int = 0,
+        python: PythonSeeds | None = None,
+    ) -> None:
+        """`part`: of each sequence, where several processes share sequences: each draws its own.
+
+        `python`: of the same model and loss, which other microbatches have begun already.
+        """
+        self._python = python or PythonSeeds()
         self._seed, self.device, self._part = seed, device, part
         self.place = Place(seed, 0, 0)
         self._calls: dict[int, int] = {}
@@ -59,7 +98,7 @@ class LayerSeeds:
         self.at(place)
         seed = self._derived(0, 0)
         seed_generators(seed, self.device)
-        seed_python(seed)
+        self._python.begin(seed)
 
     def forget(self) -> None:
         """A step has ended: none of its layers is computed again."""

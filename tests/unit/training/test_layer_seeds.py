@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from pipelines import SEED, by_hand, even_cuts, whole
 from smolcluster.algorithms.PipelineParallel.execution import OwnStage
 from smolcluster.configs.schema import GPTConfig
-from smolcluster.data.dataset import Batch
+from smolcluster.data.dataset import Batch, Place
+from smolcluster.data.drawing import NUM_WATCHED, Drawing
 from smolcluster.errors import ConfigError
 from smolcluster.models.gpt import GPT
 from smolcluster.training.build import Microbatching, TrainingContext
@@ -267,6 +268,21 @@ def test_draws_of_numpy_and_python_follow_from_seed_and_place_alone() -> None:
         random.random()  # noqa: S311 - so does somebody else
     assert drawn[:2] == drawn[4:]
     assert len(set(drawn)) == 4
+
+
+def test_a_sample_that_is_being_drawn_is_not_disturbed_by_a_model_that_draws_nothing() -> None:
+    seeds, dataset = LayerSeeds(SEED, torch.device("cpu")), Drawing(None)
+    for start in range(NUM_WATCHED + 1):
+        seeds.begin(Place(SEED, EPOCH, start))
+
+    def sample(during: Callable[[], None]) -> list[float]:
+        with dataset.of_process(7):
+            before = random.random(), np.random.rand()  # noqa: S311
+            during()
+            return [*before, random.random(), np.random.rand()]  # noqa: S311
+
+    alone = sample(lambda: None)
+    assert sample(lambda: seeds.begin(Place(SEED, EPOCH, START))) == alone
 
 
 def test_the_generator_of_the_very_device_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
