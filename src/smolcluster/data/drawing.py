@@ -3,7 +3,7 @@
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from types import FunctionType, ModuleType
 from typing import Any
@@ -58,10 +58,11 @@ class Drawing:
     def of_process(self, seed: int) -> Iterator[None]:
         """The same of the process's generators alone, where they are drawn from, and its own."""
         is_watched = self._num_watched < NUM_WATCHED and not self._is_of_all
-        if not (is_watched or self._is_of_all or self._own):
+        is_of_all = is_watched or self._is_of_all
+        if not (is_of_all or self._own):
             yield
             return
-        with DRAWING, isolated_python(seed):
+        with DRAWING, isolated_python(seed) if is_of_all else nullcontext():
             self.seed_own(seed)
             begun = python_state() if is_watched else None
             yield

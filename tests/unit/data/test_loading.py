@@ -32,7 +32,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from smolcluster.data import loading, processes
+from smolcluster.data import drawing, loading, processes
 from smolcluster.data.dataset import Place
 from smolcluster.data.drawing import NUM_WATCHED
 from smolcluster.data.loading import (
@@ -46,7 +46,7 @@ from smolcluster.data.permutation import epoch_permutation
 from smolcluster.data.prefetch import Prefetch
 from smolcluster.data.processes import Work, end_processes, start_processes
 from smolcluster.errors import ConfigError, DataError, UserCodeError
-from smolcluster.utils.isolated_rng import python_state
+from smolcluster.utils.isolated_rng import isolated_python, python_state
 from waiting import DEADLINE_S, eventually
 
 SEED = 7
@@ -255,6 +255,20 @@ def test_a_samplers_own_generator_does_not_remember_how_often_it_was_drawn_from(
     data: Any = DataLoader(Numbers(), batch_sampler=BatchSampler(Own(), 2, drop_last=False))  # type: ignore[arg-type]
     first = orders(data)
     assert (orders(data), len({tuple(each) for each in first})) == (first, 3)
+
+
+def test_a_dataset_with_generators_of_its_own_leaves_the_process_s_to_others() -> None:
+    own = drawing.Drawing([random.Random(1)])  # noqa: S311
+    for seed in range(NUM_WATCHED):
+        with own.of_process(seed):
+            pass
+    with isolated_python(3):
+        expected = random.random(), random.random()  # noqa: S311
+    with isolated_python(3):
+        first = random.random()  # noqa: S311
+        with own.of_process(0):  # in which a model may draw in another thread
+            second = random.random()  # noqa: S311
+    assert (first, second) == expected
 
 
 def test_an_exception_of_a_sampler_is_the_users() -> None:
