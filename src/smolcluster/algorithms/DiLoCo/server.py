@@ -187,8 +187,6 @@ class Server(LeasingServer):
         for peer in self.peers.values():
             peer.outbox.clear()
             self.send_weights(peer)
-        for peer in self.peers.values():
-            peer.worker.live_session.flush(self.context.run.heartbeat_timeout_s)
 
     def decide(self, now: float) -> None:
         self.leave_late(now)

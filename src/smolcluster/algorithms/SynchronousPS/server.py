@@ -155,8 +155,6 @@ class Server:
         """Send loops of a user's own that are parked the final state; the others have taken all steps."""
         for member in self.members.parked:
             self.send_state(member)
-        for worker in self.members.workers:
-            worker.live_session.flush(self.context.run.heartbeat_timeout_s)
 
     def gather_for_the_end(self, error: BaseException | None = None) -> None:
         """Let what is saved when the run ends so hold what stores owe then."""
