@@ -211,7 +211,7 @@ class Puppet:
         while not isinstance(self.hand.hear()[0], Commit):
             pass
 
-    def beaten_step(self) -> tuple[LeaseKey, int]:
+    def beaten_step(self) -> tuple[LeaseKey, int | None]:
         """The next step up to its commit, in which a push is cancelled: which, and how much had counted."""
         heard = [self.hand.hear()[0] for _ in range(NUM_BUCKETS + 2)]
         assert isinstance(heard[-1], Commit)
