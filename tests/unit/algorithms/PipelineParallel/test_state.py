@@ -162,7 +162,7 @@ def test_buffers_that_are_no_state_or_are_shared_do_not_keep_a_pipeline_from_its
             for frame in (each for several in frames for each in several):
                 message, payload = opened(frame)
                 assert isinstance(message, StageState)
-                loader.take(message, payload)
+                loader.take(message, bytearray(payload))
             assert loader.is_whole
             assert keeper.num_pieces > num_pieces, "nobody hangs while they go"
             keeper.kept = kept

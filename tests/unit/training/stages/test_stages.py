@@ -208,7 +208,7 @@ def test_a_model_that_cannot_be_cut_is_refused(
 def test_a_sequential_that_computes_something_else_must_say_its_layers() -> None:
     class Residual(nn.Sequential):
         def forward(self, value: Tensor) -> Tensor:
-            inner: Tensor = super().forward(value)
+            inner: Tensor = super().forward(value)  # type: ignore[no-untyped-call]
             return value + inner
 
     def model() -> nn.Module:
