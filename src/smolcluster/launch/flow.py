@@ -419,8 +419,8 @@ class Scheduled(Site):
         own = cluster.kubernetes
         public = public_variables(settings_in(os.environ))
         stated = {name: text for name, text in public.items() if name not in own.secrets}
-        config = own.model_copy(update={"env": stated | own.env})
-        return kubernetes.to_yaml(kubernetes.manifests(replace(job, files=files), config))
+        told_more = own.model_copy(update={"env": stated | own.env})
+        return kubernetes.to_yaml(kubernetes.manifests(replace(job, files=files), told_more))
 
     def show(self, _: Launched) -> None:
         """With a comment below the line that names the shell, if there is one."""

@@ -301,7 +301,7 @@ def test_what_a_launch_was_told_is_in_an_object_and_no_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overrides = ("kubernetes.image=a", "nodes.node1.env.TOKEN=sesame", "batch_size=32")
-    overrides += ("kubernetes.env.SMOLCLUSTER_SEED=7", "kubernetes.secrets.SMOLCLUSTER_PORT=s/port")
+    pods = ("kubernetes.env.SMOLCLUSTER_SEED=7", "kubernetes.secrets.SMOLCLUSTER_PORT=s/port")
     monkeypatch.setenv("SMOLCLUSTER_NUM_EPOCHS", "7")
     monkeypatch.setenv("SMOLCLUSTER_SEED", "8")
     monkeypatch.setenv("SMOLCLUSTER_PORT", "6000")
@@ -311,7 +311,7 @@ def test_what_a_launch_was_told_is_in_an_object_and_no_secret(
     cluster = tmp_path / "c.yaml"
     shipped = find_config("mesh", "cluster").read_text()
     cluster.write_text(shipped + "nodes: {node2: {env: {KEY: sesame}}}\n")
-    request = Request(get_algorithm("mesh"), str(cluster), "stdlib", overrides)
+    request = Request(get_algorithm("mesh"), str(cluster), "stdlib", (*overrides, *pods))
     site = Scheduled(resolved(request, local=False), LaunchOptions(on="kubernetes"))
     launched = site.plan("mesh-1")
     assert "sesame" not in site.text + str(launched)
