@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest.mock import MagicMock, Mock
 
 import pytest
@@ -122,7 +123,7 @@ def test_lightning_shuffles_apart_from_the_first_batch_on(
     drawn: list[list[float]] = []
 
     class Line(lines.Line):  # type: ignore[misc, name-defined]
-        def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+        def training_step(self, batch: torch.Tensor, number: int) -> Any:
             drawn[-1] += batch.flatten().tolist()
             return super().training_step([batch.expand(-1, 3), batch], number)
 
@@ -132,9 +133,8 @@ def test_lightning_shuffles_apart_from_the_first_batch_on(
         cluster = MagicMock(rank=rank, running=True)
         cluster.__enter__.return_value = cluster
         monkeypatch.setattr(callbacks, "attach", Mock(return_value=cluster))
-        loader = DataLoader(
-            torch.arange(64.0).reshape(64, 1), 8, shuffle=True, num_workers=num_workers
-        )
+        numbers: Any = torch.arange(64.0).reshape(64, 1)
+        loader: DataLoader[Any] = DataLoader(numbers, 8, shuffle=True, num_workers=num_workers)
         trainer = lines.lightning.Trainer(
             max_epochs=1,
             accelerator="cpu",

@@ -94,7 +94,7 @@ def test_by_default_it_is_of_the_logits_whatever_methods_a_model_of_ones_own_has
 
     batch = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
     total, count = loss_of(None, None)(WithLoss(), batch)
-    assert (float(total) / count).item() == pytest.approx(functional.cross_entropy(*batch).item())
+    assert float(total) / float(count) == pytest.approx(functional.cross_entropy(*batch).item())
 
 
 @pytest.mark.parametrize("name", [None, "relu", "Linear", "os.system", 3, ["mse_loss"]])

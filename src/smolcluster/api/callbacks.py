@@ -73,15 +73,15 @@ class _Attached:
 
 def _shuffle_apart(loader: Any, rank: int) -> None:
     """Let the loader's own shuffling, if it has any, draw another order than that of other processes."""
-    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    generator = getattr(sampler, "generator", False)
+    sampler: Any = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    generator: Any = getattr(sampler, "generator", False)
     if generator is None:  # PyTorch's would seed it, perhaps alike in all processes
-        seed = derive_seed(torch.initial_seed(), "attached", rank)
-        sampler.generator = torch.Generator().manual_seed(seed)  # type: ignore[union-attr]
+        begun = derive_seed(torch.initial_seed(), "attached", rank)
+        sampler.generator = torch.Generator().manual_seed(begun)
     if isinstance(generator, torch.Generator):
         generator.manual_seed(derive_seed(generator.initial_seed(), "attached", rank))
     if isinstance(seed := getattr(sampler, "initial_seed", None), int):
-        sampler.initial_seed = derive_seed(seed, "attached", rank)  # type: ignore[union-attr]
+        sampler.initial_seed = derive_seed(seed, "attached", rank)
 
 
 def _say_if_short(max_steps: int, num_samples: int, batch_size: int) -> None:

@@ -121,8 +121,8 @@ def test_a_run_s_sample_is_of_the_weights_that_it_evaluates(run: RunPaths) -> No
     newest = store_of(run).newest_good()
     assert newest is not None
     generator = torch.Generator().manual_seed(newest.state.seed)
-    wish = {"temperature": TEMPERATURE, "top_k": TOP_K, "generator": generator}
-    tokens = sample(gpt_of(run, newest), [0], SAMPLE_TOKENS, **wish)
+    chosen: dict[str, Any] = {"temperature": TEMPERATURE, "top_k": TOP_K}
+    tokens = sample(gpt_of(run, newest), [0], SAMPLE_TOKENS, generator=generator, **chosen)
     assert run.sample.read_text() == bytes(tokens).decode(errors="replace") + "\n"
 
 

@@ -286,7 +286,8 @@ def test_a_sample_that_is_being_drawn_is_not_disturbed_by_a_model_that_draws_not
 
 
 def test_the_generator_of_the_very_device_is_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    current, seeded = ["cuda:0"], []
+    current = ["cuda:0"]
+    seeded: list[tuple[str, int]] = []
 
     @contextmanager
     def chosen(device: torch.device) -> Iterator[None]:
