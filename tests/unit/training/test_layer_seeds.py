@@ -317,6 +317,11 @@ class Reentrant(Checkpointed):
     reentrant = True
 
 
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    assert isinstance(model, nn.Sequential)
+    return list(model)
+
+
 def layers_repeated() -> list[nn.Module]:
     again = nn.Dropout(0.1)
     return [layer(), again, layer(), again, nn.Linear(6, 3)]
@@ -327,7 +332,9 @@ def test_activations_that_are_computed_again_have_the_masks_of_their_pass(
     kind: type[Checkpointed],
 ) -> None:
     def gradient(kind: type[nn.Sequential]) -> Tensor:
-        workload = Workload(lambda: kind(*layers_repeated()).double(), two, rows(6), stages=list)
+        workload = Workload(
+            lambda: kind(*layers_repeated()).double(), two, rows(6), stages=layers_of
+        )
         replica = Replica(whole(workload), "sgd")
         training = TrainingContext(workload, replica, SEED, Microbatching(SIZE))
         training.compute(torch.arange(NUM_SAMPLES), EPOCH, START)

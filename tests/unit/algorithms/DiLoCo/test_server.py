@@ -126,8 +126,8 @@ def test_nobody_is_late_because_the_server_was_held_up() -> None:
 
 
 def test_of_a_worker_that_has_gone_only_who_it_was_is_kept() -> None:
-    worker = Worker(Member(1, 1, "ann", "a" * 8), session=Mock())
-    worker.live_session.receiver.in_progress = False
+    session = Mock(receiver=Mock(in_progress=False))
+    worker = Worker(Member(1, 1, "ann", "a" * 8), session=session)
     server: Any = Mock(peers={1: Peer(1.0, worker=worker)}, workers={1: worker})
     gauge = weakref.ref(worker.gauge)
     Server.on_departure(server, worker)

@@ -106,7 +106,7 @@ def test_an_output_loss_is_evaluated_as_it_is_trained() -> None:
     with executions(generate("1f1b", 1, 1), [stage]) as [own]:
         totals = evaluate_stages(own, training, 0, workload.validation, 4)
     total, count, _ = alone(gpt(), tokens(2))
-    assert totals["loss"] == (pytest.approx(total, rel=1e-5), count)
+    assert totals["loss"] == pytest.approx((total, count), rel=1e-5)
 
 
 @pytest.mark.parametrize(("codec", "rel"), [("bf16", 1e-2), ("int8", 1e-2)])

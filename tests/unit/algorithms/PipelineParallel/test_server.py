@@ -1,7 +1,7 @@
 """Whom the server of a pipeline gives layers, as workers fail, leave and come back."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -163,8 +163,14 @@ def test_a_stage_that_is_lost_in_the_last_evaluation_is_waited_for_and_no_step_i
 
 def test_a_state_is_read_as_it_is_sent_until_the_layers_are_dealt_out_anew() -> None:
     server, read = Hand(), list[int]()
+
+    def frames() -> Iterator[int]:
+        for each in range(3):
+            read.append(each)
+            yield each
+
     server.context.training = Mock()
-    server.keeper.frames.return_value = (read.append(each) or each for each in range(3))
+    server.keeper.frames.return_value = frames()
     peer = server.join(1, "a")
     server.deal(peer)
     server.hear(peer, WantState(attempt=1, content="weights", names=("a",)), b"")

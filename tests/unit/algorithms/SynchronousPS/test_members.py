@@ -99,7 +99,7 @@ def said(member: StepMember) -> list[Message]:
     return post_of(member.worker).said
 
 
-def cancels(member: StepMember) -> list[tuple[LeaseKey, int]]:
+def cancels(member: StepMember) -> list[tuple[LeaseKey, int | None]]:
     return [(each.lease, each.num_buckets) for each in said(member) if isinstance(each, Cancel)]
 
 
