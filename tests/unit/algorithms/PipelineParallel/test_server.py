@@ -164,13 +164,13 @@ def test_a_stage_that_is_lost_in_the_last_evaluation_is_waited_for_and_no_step_i
 def test_a_state_is_read_as_it_is_sent_until_the_layers_are_dealt_out_anew() -> None:
     server, read = Hand(), list[int]()
 
-    def frames() -> Iterator[int]:
+    def reading() -> Iterator[int]:
         for each in range(3):
             read.append(each)
             yield each
 
     server.context.training = Mock()
-    server.keeper.frames.return_value = frames()
+    server.keeper.frames.return_value = reading()
     peer = server.join(1, "a")
     server.deal(peer)
     server.hear(peer, WantState(attempt=1, content="weights", names=("a",)), b"")
