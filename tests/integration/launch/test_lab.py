@@ -18,8 +18,8 @@ def left_on_the_machine(of_tests: Path) -> list[set[str]]:
 
 
 def sleeper(host: Host) -> Running:
-    running = host.popen("echo started; exec sleep 1000")
-    running.wait_for("started")
+    running = host.popen("exec sleep 1000")
+    eventually(lambda: ("sleep", "1000") in [each.argv for each in host.processes()])
     return running
 
 
