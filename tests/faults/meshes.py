@@ -134,6 +134,7 @@ def _until_all_have_ended(ranks: list[Child]) -> Iterator[None]:
         assert not deadline.expired, "\n".join(rank.output for rank in ranks)
         yield
         time.sleep(0.02)
+    yield  # all may have ended since
 
 
 def check_whole(played: PlayedMesh) -> None:
