@@ -161,11 +161,8 @@ class LayerSeeds:
         def seed(module: nn.Module, _inputs: object) -> None:
             if not module.training:
                 return
-            if len(numbers) == 1:
-                self(numbers[0])
-            elif number := self._turn(
-                module, numbers
-            ):  # the model itself has begun the first layer
+            number = numbers[0] if len(numbers) == 1 else self._turn(module, numbers)
+            if number or len(numbers) == 1:  # else the model itself has begun the first layer
                 self(number)
 
         return seed

@@ -316,9 +316,8 @@ class Worker:
             case Assigned():
                 self.stream.append(event)
             case MessageReceived(message=Saved() as saved) if not self.hosts.is_several:
-                self.keep(
-                    saved
-                )  # now: what the steps before it in the stream owe is of later versions
+                # at once: what the steps before it in the stream owe is of later versions
+                self.keep(saved)
             case MessageReceived(message=Collect() | Saved() | Resumed() as wanted):
                 self.stream.append(wanted)
             case FragmentArrived() if not self.is_void:
