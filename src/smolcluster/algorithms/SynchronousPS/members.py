@@ -29,6 +29,7 @@ from smolcluster.server.worker import Worker
 from smolcluster.training.replica import Replica
 from smolcluster.utils.units import format_count
 from smolcluster.wire.frames import Frame
+from smolcluster.wire.membership import Member
 from smolcluster.wire.messages import (
     WEIGHTS,
     Cancel,
@@ -160,7 +161,7 @@ class Members:
         self._incarnation = incarnation
         self._members: dict[int, StepMember] = {}
         self._last_pushes: dict[str, PartAssignment] = {}
-        """By instance, what its worker last pushed."""
+        """By instance, what a worker's newest process last pushed."""
         self._num_computed: Counter[str] = Counter()
         """By instance, the parts that its worker has computed: so far has its loop's schedule come."""
         self._state = state_of(replica)
@@ -185,12 +186,20 @@ class Members:
         assert ready is not None  # noqa: S101 - it takes part
         member = StepMember(worker, Pace(ready.samples_per_s))
         self._members[worker.member.session_id] = member
+        self._forget_processes_before(worker.member)
         if ready.unacknowledged is not None:
             last = self._last_pushes.get(worker.member.instance)
             counted = last.num_settled if last and last.key == ready.unacknowledged else 0
             member.session.send(Cancel(lease=ready.unacknowledged, num_buckets=counted))
 
         return member
+
+    def _forget_processes_before(self, newest: Member) -> None:
+        """Nobody asks about their pushes any more, and these hold sessions with all their memory."""
+        held = [(instance, push.holder.member) for instance, push in self._last_pushes.items()]
+        for instance, member in held:
+            if member.worker_id == newest.worker_id and instance != newest.instance:
+                del self._last_pushes[instance]
 
     def send_state(self, member: StepMember, version: int, means: Sequence[Frame]) -> None:
         """Send a member the whole state of `version`, and what the open step has of its `means`.

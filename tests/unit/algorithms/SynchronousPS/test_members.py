@@ -288,6 +288,15 @@ def test_what_is_told_is_of_that_push_and_that_process(house: House) -> None:
     assert cancels(back(house, 6, assignment.key, instance=2)) == [(assignment.key, 0)]
 
 
+def test_nothing_is_kept_of_a_process_in_whose_place_another_has_come(house: House) -> None:
+    """A push holds its session, with all the memory of that."""
+    assignment = house.give(house.member(1), house.step.parts[0])
+    house.claim(assignment, 0, 1, 2)
+    house.answer(assignment)
+    house.members.welcome(worker_at(1, instance=f"{2:016x}"))
+    assert cancels(back(house, 5, assignment.key)) == [(assignment.key, 0)]
+
+
 def test_a_new_part_of_which_nothing_came_does_not_hide_what_became_of_the_push_before_it(
     house: House,
 ) -> None:
