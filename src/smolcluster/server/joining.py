@@ -32,13 +32,16 @@ def check_goes_on(event: Event | None, whom: str) -> None:
         RunOver: the run has ended well.
         RunFailed: it has ended badly.
         Rejected: the server does not want this process.
-        PeerLost: the session has ended, or `whom`, the server, has said that it ends it.
+        PeerLost: the session has ended, or `whom`, the server, has said that it ends it, or asks to be tried
+            again later.
     """
     match event:
         case MessageReceived(session_id=0, message=End() as end):
             raise RunOver(end.sentence) if end.ok else RunFailed(end.sentence)
+        case MessageReceived(session_id=0, message=Reject(retry_after_s=float()) as reject):
+            raise PeerLost(f"{whom} does not let this process in yet: {reject.sentence}")
         case MessageReceived(session_id=0, message=Reject() as reject):
-            raise Rejected(reject.sentence, reject.code, reject.retry_after_s)
+            raise Rejected(reject.sentence, reject.code)
         case MessageReceived(session_id=0, message=Goodbye() as goodbye):
             raise PeerLost(f"{whom} has left: {goodbye.reason}")
         case SessionClosed(session_id=0, reason=reason):

@@ -273,6 +273,15 @@ def test_only_its_server_ends_what_a_process_takes_part_in() -> None:
         check_goes_on(MessageReceived(0, said[0]), "the server")
 
 
+def test_a_process_that_is_let_in_too_early_comes_again() -> None:
+    reject = Reject(code="busy", sentence="the store pi5 is another live process", retry_after_s=2)
+    with pytest.raises(PeerLost, match="pi5 is another live process"):
+        check_goes_on(MessageReceived(0, reject), "the server")
+    for_good = reject.model_copy(update={"retry_after_s": None})
+    with pytest.raises(Rejected):
+        check_goes_on(MessageReceived(0, for_good), "the server")
+
+
 def test_a_server_that_breaks_off_is_asked_again(
     door: HandledDoor, start_joining: Joining, delays: list[float]
 ) -> None:
