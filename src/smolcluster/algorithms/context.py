@@ -39,6 +39,7 @@ from smolcluster.training.checkpoint import (
 from smolcluster.training.replica import Replica
 from smolcluster.utils.words import a_few
 from smolcluster.wire.acceptor import Acceptor, LetIn, ask_inbox
+from smolcluster.wire.frames import MAX_HEADER_NBYTES
 from smolcluster.wire.handshake import introduce
 from smolcluster.wire.inbox import Inbox
 from smolcluster.wire.membership import Refused
@@ -48,6 +49,7 @@ from smolcluster.wire.messages import (
     Hello,
     ServedData,
     Welcome,
+    encode,
     sets_of,
 )
 from smolcluster.wire.node import Node
@@ -58,6 +60,8 @@ Links = TypeVar("Links", bound=StoreLinks[Any])
 NO_CODEC = "none"
 """Of a run in which nothing travels."""
 INDEX_NBYTES = 4
+ANSWER_NBYTES = 1024
+"""Room in a welcome for what is added for each worker."""
 COPIES_QUEUED = 4
 EXTRA_QUEUED = 64
 """Small messages that may wait for a worker, besides the tensors of a few transfers of the model."""
@@ -112,7 +116,8 @@ class PoolContext:
 
         Raises:
             PortBusy: another process listens there.
-            ConfigError: no address to listen on is this machine's, or a batch does not fit in a bucket.
+            ConfigError: no address to listen on is this machine's, a batch does not fit in a bucket, or the
+                settings do not fit in a message.
         """
         _check_batch_fits(self.run.train.samples_per_step, self.training.replica.bucket_bytes)
         if self.secret is None:
@@ -131,6 +136,7 @@ class PoolContext:
             data=self.served_data,
             plan=workload.plan.text if isinstance(workload, PlannedWorkload) else None,
         )
+        _check_fits(welcome)
         admit_worker = ask_inbox(self.inbox, welcome, receiver_for)
 
         def admit(session_id: int, hello: Hello) -> LetIn | Refused:
@@ -394,6 +400,15 @@ def check_codec(key: str, name: str, dtype: torch.dtype) -> None:
         raise ConfigError(
             f"{key} {name} works on {str(own).removeprefix('torch.')}, the model's parameters are {dtype}: "
             f"leave {key} out, or train the model in float32"
+        )
+
+
+def _check_fits(welcome: Welcome) -> None:
+    nbytes, most = len(encode(welcome)), MAX_HEADER_NBYTES - ANSWER_NBYTES
+    if nbytes > most:
+        raise ConfigError(
+            f"the settings that every worker is told take {nbytes} bytes, must be at most {most}: give "
+            "workload_args less, such as the name of a file with the rest"
         )
 
 

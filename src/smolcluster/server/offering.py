@@ -50,7 +50,7 @@ from smolcluster.training.workload import Workload
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_bytes, format_duration
 from smolcluster.wire.acceptor import LetIn, SessionOpened
-from smolcluster.wire.frames import Frame
+from smolcluster.wire.frames import MAX_HEADER_NBYTES, Frame
 from smolcluster.wire.handshake import VERSION
 from smolcluster.wire.inbox import Event, Inbox, MessageReceived, SessionClosed
 from smolcluster.wire.membership import Refused
@@ -83,6 +83,8 @@ NO_OPTIMIZER = "optimizer"
 BAD_OFFER = "offer"
 """A Reject's code: the server cannot train as it is offered."""
 MAX_LAYOUT_NBYTES = 16 * 1024 * 1024
+MAX_PLAN_CHARS = MAX_HEADER_NBYTES - 4096
+"""A plan is most of an offer, or of a welcome."""
 MAX_VALUES = 2**37
 """How many numbers may be offered."""
 MAX_SCRATCH_NBYTES = 2**33
@@ -213,10 +215,21 @@ class Plan:
         is_counted: bool,
         samples: tuple[Mark, ...] = (),
     ) -> Self:
+        """What a model and its data are.
+
+        Raises:
+            ConfigError: the model cannot be trained, or has too many tensors for a message.
+        """
         check_shapes(model)
         trained_parameters(model)  # refuses what cannot be trained
         layers = tuple(layer for layer, _ in state_of(model))
-        return cls(layers, num_samples, is_counted, frozen_digest(model), samples)
+        plan = cls(layers, num_samples, is_counted, frozen_digest(model), samples)
+        if len(plan.text) > MAX_PLAN_CHARS:
+            raise ConfigError(
+                f"model: the names and shapes of its {len(layers)} tensors take {len(plan.text)} bytes, must "
+                f"be at most {MAX_PLAN_CHARS}: freeze some, or train it as a workload (`launch --workload`)"
+            )
+        return plan
 
     @property
     def text(self) -> str:

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,7 +87,8 @@ class Workload:
             name: what the run calls it; None: as the function that makes it, or that one's file.
             collate: makes a batch, which is a tensor or a dict, list or tuple of batches, from a list of
                 samples; None: PyTorch's `default_collate`.
-            fingerprint: of the data's content, to compare two machines by; None: of names and sizes alone.
+            fingerprint: of the data's content, to compare two machines by; None: of names and sizes alone. Of
+                what is no single word of at most 128 characters of ASCII, the SHA-256 is taken.
             tokens_per_sample, vocab_size: of text; None of anything else.
             sizes: what the model is made for, where a configuration names model and data.
             eval_batch_size: samples evaluated at a time; None: as many as are trained on at a time.
@@ -116,6 +118,8 @@ class Workload:
         self.name = name or UNNAMED
         self.is_named = name is not None
         self._fingerprint = fingerprint
+        if fingerprint is not None and not re.fullmatch(r"[!-~]{1,128}", fingerprint):
+            self._fingerprint = hashlib.sha256(fingerprint.encode()).hexdigest()
         self.tokens_per_sample = tokens_per_sample
         self.vocab_size = vocab_size
         self.eval_batch_size = eval_batch_size or getattr(self.validation, "batch_size", None)

@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,5 +113,16 @@ def test_the_batch_of_all_workers_together_must_fit_where_they_share_one(tmp_pat
     with (
         server_parts(settings, tmp_path, bucket_bytes=1024, algorithm="syncps") as parts,
         pytest.raises(ConfigError, match="batch of 300 samples is too large, must be at most 256"),
+    ):
+        parts.context.open_pool(Echo)
+
+
+def test_settings_that_no_message_holds_are_refused_before_anybody_knocks(tmp_path: Path) -> None:
+    settings = local_settings(f"port={free_port()}")
+    words = [f"word {number}" for number in range(8000)]
+    train = settings.train.model_copy(update={"workload_args": {"vocabulary": words}})
+    with (
+        server_parts(replace(settings, train=train), tmp_path) as parts,
+        pytest.raises(ConfigError, match="must be at most 64512: give workload_args less"),
     ):
         parts.context.open_pool(Echo)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset, random_split
 
 from smolcluster.data.marks import chosen, marks_of
-from smolcluster.errors import ProtocolError
+from smolcluster.errors import ConfigError, ProtocolError
 from smolcluster.server.offering import (
     OFFER,
     Offer,
@@ -45,6 +45,12 @@ def test_a_process_that_splits_in_its_own_way_is_told_which_sample_differs() -> 
     assert "generator=torch.Generator()" in said
     assert second.difference(told) is None, "all else is alike"
     assert second.fingerprint == first.fingerprint
+
+
+def test_a_model_that_no_message_describes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("smolcluster.server.offering.MAX_PLAN_CHARS", 40)
+    with pytest.raises(ConfigError, match=r"its 2 tensors take .* must be at most 40: freeze some"):
+        Plan.of(nn.Linear(1, 1), 320, is_counted=False)
 
 
 def events_of(model: nn.Module) -> list[Event]:

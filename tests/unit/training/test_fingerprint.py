@@ -5,9 +5,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from smolcluster.training.fingerprint import base_of, described_base, fingerprint
+from smolcluster.training.workload import Workload
+from smolcluster.wire.messages import Identifier
 
 
 class Adapted(nn.Module):
@@ -72,3 +76,18 @@ class Forwards(nn.Linear):
 
 def test_a_model_may_raise_anything_for_a_name_that_it_does_not_know() -> None:
     assert base_of(Forwards(2, 2)) == {}
+
+
+@pytest.mark.parametrize("said", ["imdb 2024", "größe", 200 * "a", ""])
+def test_any_text_may_say_what_the_data_are(said: str) -> None:
+    """A message holds one word of ASCII."""
+    data = TensorDataset(torch.zeros(1, 3))
+    marks = [
+        Workload(
+            lambda: nn.Linear(3, 1), nn.functional.mse_loss, data, fingerprint=each
+        ).fingerprint
+        for each in (said, f"{said}1", "a-word")
+    ]
+    assert marks[2] == "a-word"
+    assert len(set(marks)) == 3
+    TypeAdapter(Identifier).validate_python(marks[0])
