@@ -664,8 +664,14 @@ def restore(
     with torch.no_grad():
         for live, stored in ((model, checkpoint.model), (optimizer, checkpoint.optimizer)):
             for name, tensor in live.items():
-                tensor.copy_(stored[name])
+                fill(tensor, stored[name])
     replica.buffers.look()
+
+
+def fill(place: Tensor, values: Tensor) -> None:
+    """Copy `values` into a tensor, also if it was expanded: its equal elements share their memory."""
+    once = tuple(slice(1) if stride == 0 else slice(None) for stride in place.stride())
+    place[once].copy_(values[once])
 
 
 def parse_progress(kind: type[Shape], stored: JsonValue, step: int) -> Shape:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from smolcluster.algorithms.PipelineParallel.execution import OwnStage
 from smolcluster.errors import CheckpointError, ProtocolError, SmolclusterError
-from smolcluster.training.checkpoint import CheckpointStore, TrainingState, model_tensors
+from smolcluster.training.checkpoint import CheckpointStore, TrainingState, fill, model_tensors
 from smolcluster.training.optimizer import STEP_COUNT
 from smolcluster.training.pieces import WEIGHTS, Layout, PieceReader, PieceWriter
 from smolcluster.training.replica import Replica
@@ -79,10 +79,10 @@ class StateLoader:
         self._left = {key for key, (place, *_) in self._places.items() if place.nbytes}
         """What is not whole yet."""
         self._tensors = Assembler[StageState](
-            "tensor", self._bytes_of, lambda *_, **__: self._memory
+            "tensor", self._bytes_of, lambda *_, **__: _as_bytes(self._values)
         )
-        self._memory: Tensor
-        """Of the tensor that arrives."""
+        self._values: Tensor
+        """Of the tensor that arrives: its place, unless that is not contiguous."""
 
     def wanted(self) -> Iterator[WantState]:
         """What to ask the server for."""
@@ -104,20 +104,24 @@ class StateLoader:
         _, whole = self._tensors.take(piece, memoryview(payload))
         if whole is not None:
             self._left.discard((piece.content, piece.name))
-            first, *others = self._places[piece.content, piece.name]
-            for place in others:
-                place.copy_(first)
+            for place in self._places[piece.content, piece.name]:
+                if place is not self._values:
+                    fill(place, self._values)
 
     def _bytes_of(self, piece: StageState) -> list[Piece]:
         key = piece.content, piece.name
         if key not in self._left:
             raise ProtocolError(f"the server sends {piece.name!a}, which was not wanted"[:200])
-        self._memory = self._places[key][0].reshape(-1).view(torch.uint8)
-        return bytes_piece(self._memory.numel(), lambda start: {"offset": start})
+        self._values = self._places[key][0].contiguous()
+        return bytes_piece(self._values.nbytes, lambda start: {"offset": start})
 
     @property
     def is_whole(self) -> bool:
         return not self._left
+
+
+def _as_bytes(contiguous: Tensor) -> Tensor:
+    return contiguous.view(-1).view(torch.uint8)
 
 
 # the server

@@ -20,9 +20,10 @@ from smolcluster.algorithms.PipelineParallel.state import (
 )
 from smolcluster.errors import ProtocolError
 from smolcluster.training.builtin import cross_entropy
-from smolcluster.training.checkpoint import CheckpointStore, TrainingState
+from smolcluster.training.checkpoint import CheckpointStore, TrainingState, fill
 from smolcluster.training.replica import Replica
 from smolcluster.training.workload import Workload
+from smolcluster.wire.frames import Frame
 from smolcluster.wire.messages import Planned, StageState
 
 PIECE_NBYTES = 100
@@ -166,6 +167,47 @@ def test_buffers_that_are_no_state_or_are_shared_do_not_keep_a_pipeline_from_its
             assert loader.is_whole
             assert keeper.num_pieces > num_pieces, "nobody hangs while they go"
             keeper.kept = kept
+
+
+class Frozen(nn.Linear):
+    """Has tensors that no flat memory holds, of all kinds that PyTorch allows."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        images = torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last)
+        self.images = nn.Parameter(images, requires_grad=False)
+        self.turned = nn.Parameter(torch.rand(3, 2).t(), requires_grad=False)
+        self.register_buffer("expanded", torch.rand(3, 1).expand(3, 4))
+
+
+def test_tensors_of_any_layout_arrive_as_they_were(tmp_path: Path) -> None:
+    log = logging.getLogger("test")
+    model = Workload(lambda: nn.Sequential(Frozen()), cross_entropy, [(torch.zeros(4), 0)])
+    [theirs], [ours] = stages_of(model, [0, 1]), stages_of(model, [0, 1])
+    with torch.no_grad():
+        for _, _, tensor in tensors_of(ours):
+            fill(tensor, torch.zeros(tensor.shape))
+    store = CheckpointStore(tmp_path / "checkpoints", 2, log)
+    with closing(Keeper(store, Replica(whole(model), "sgd"), log)) as keeper:
+        keeper.begin(1, STATE)
+        for message, payload in map(state_piece, state_frames(theirs, 1, STATE.step, PIECE_NBYTES)):
+            keeper.take(message, payload)
+        keeper.finish()
+        keeper.settle(wait=True)
+        loader = loader_of(ours)
+        for wanted in loader.wanted():
+            for frame in keeper.frames(wanted, PIECE_NBYTES):
+                message, payload = state_piece(frame)
+                loader.take(message, bytearray(payload))
+    assert loader.is_whole
+    for (_, name, one), (*_, other) in zip(tensors_of(ours), tensors_of(theirs), strict=True):
+        assert torch.equal(one, other), name
+
+
+def state_piece(frame: Frame) -> tuple[StageState, memoryview]:
+    message, payload = opened(frame)
+    assert isinstance(message, StageState)
+    return message, memoryview(payload)
 
 
 STATE = TrainingState(
