@@ -1,7 +1,9 @@
 """What a launcher keeps with a run, for who lets it go on, and how that is believed."""
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -9,9 +11,11 @@ from pydantic import BaseModel, ConfigDict
 from smolcluster.configs.begun import is_known, remember
 from smolcluster.configs.load import dump_yaml
 from smolcluster.configs.resolve import cluster_without
-from smolcluster.configs.spec import get_algorithm
+from smolcluster.configs.schema import Settings, config_of
+from smolcluster.configs.spec import AlgorithmSpec, get_algorithm
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.plan import CLUSTER_FILE, TRAIN_FILE, Request
+from smolcluster.launch.requests import settings_of
 from smolcluster.launch.sessions import host_of, put
 from smolcluster.launch.workload_code import WORKLOAD_FILE
 from smolcluster.runs.advice import ADVICE, Prediction
@@ -96,7 +100,7 @@ def request_again(
 ) -> Request:
     """What to launch so that a run goes on which was launched from here; environment settings come back.
 
-    `without`: nodes that take no part any more.
+    `without`: nodes that take no part any more; what the algorithm pins is as it was with them.
 
     Raises:
         SmolclusterError: what prevents it, in one line.
@@ -109,14 +113,23 @@ def request_again(
     told = told or StoredOptions(environ={}, overrides=launched.overrides)
     for name, value in told.environ.items():
         os.environ.setdefault(name, value)  # what is set now wins
-    return Request(
+    again = Request(
         algorithm=get_algorithm(launched.algorithm),
         config=str(files[0]),
         train_config=str(files[1]),
         overrides=(*told.overrides, *overrides),
         script=told.script,
-        without=tuple(without),
     )
+    if not without:
+        return again
+    pinned = pinned_overrides(settings_of(again, local=False), again.algorithm)
+    return replace(again, overrides=(*pinned, *again.overrides), without=tuple(without))
+
+
+def pinned_overrides(settings: Settings, algorithm: AlgorithmSpec) -> Iterator[str]:
+    """What stays as it is when a run goes on with another number of workers, as overrides."""
+    for key, value in settings.of(config_of(algorithm)).pinned(settings).items():
+        yield f"{key}={json.dumps(value)}"
 
 
 def cluster_bytes(

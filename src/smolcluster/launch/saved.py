@@ -18,12 +18,12 @@ from smolcluster.algorithms.process import process_log
 from smolcluster.configs.machines import LOOPBACK
 from smolcluster.configs.overrides import from_environment, from_overrides
 from smolcluster.configs.resolve import Draft, load_resolved, load_settings
-from smolcluster.configs.schema import NodeConfig, Settings, config_of
+from smolcluster.configs.schema import NodeConfig, Settings
 from smolcluster.configs.spec import SINGLE, default_algorithm, get_algorithm, spec_of
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.launch.find import find, in_folder
 from smolcluster.launch.flow import LaunchOptions, launch
-from smolcluster.launch.kept import check_launched_here, request_again
+from smolcluster.launch.kept import check_launched_here, pinned_overrides, request_again
 from smolcluster.launch.plan import Request
 from smolcluster.launch.requests import known_script, resolved
 from smolcluster.launch.take_in import script_of
@@ -227,8 +227,7 @@ def _kept(settings: Settings, paths: RunPaths, algorithm: str) -> Iterator[str]:
     stated = node.model_dump(mode="json", include={*own}, exclude_none=True)
     for key, value in stated.items():  # the server's name may have dots
         yield f"nodes={json.dumps({server: {key: value}}, ensure_ascii=False)}"
-    for key, value in settings.of(config_of(spec_of(algorithm))).pinned(settings).items():
-        yield f"{key}={json.dumps(value)}"
+    yield from pinned_overrides(settings, spec_of(algorithm))
 
 
 def _assignments(

@@ -4,6 +4,7 @@ import io
 import os
 import select
 import signal
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from harness import summary_of
 from processes import is_alive
 from reading import Terminal, server, status_of, worker, write
 from smolcluster.configs.load import find_config
+from smolcluster.configs.resolve import load_settings
 from smolcluster.errors import CheckpointError, LaunchError, RunBusy
 from smolcluster.launch import run_in_sessions
 from smolcluster.launch.flow import LaunchOptions
 from smolcluster.launch.interrupts import Interrupts
 from smolcluster.launch.kept import TOLD_FILE, StoredOptions, keep, request_again
+from smolcluster.launch.requests import settings_of
 from smolcluster.launch.run import missing_workers
 from smolcluster.launch.run_in_sessions import RunInSessions
 from smolcluster.launch.saved import resume
@@ -225,6 +228,29 @@ def test_a_run_that_goes_on_is_told_what_its_launch_was_told(
     assert os.environ == {"SMOLCLUSTER_PORT": "6000", "SMOLCLUSTER_SEED": "8"} | state
     (paths.root / TOLD_FILE).unlink()  # a launch of before
     assert request_again(paths, launched, ["c=1"]).overrides == ("b=1", "c=1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "now", "samples"),
+    [
+        ((), [], 96),
+        (["batch_size=8"], [], 24),
+        (["global_batch_size=100"], [], 100),
+        ((), ["global_batch_size=64"], 64),
+        ((), ["batch_size=16"], 48),
+    ],
+)
+def test_a_run_that_goes_on_without_a_machine_keeps_its_global_batch(
+    paths: RunPaths, overrides: Sequence[str], now: Sequence[str], samples: int
+) -> None:
+    cluster, train = find_config("syncps", "cluster"), find_config("digits", "training")
+    told = StoredOptions(environ={}, overrides=tuple(overrides))
+    keep(paths, cluster.read_bytes(), train.read_bytes(), told)
+    launched = Launched(run_id=paths.run_id, algorithm="syncps", processes=(server(),))
+    name = load_settings(cluster, train).cluster.workers[-1]
+    settings = settings_of(request_again(paths, launched, now, [name]), local=False)
+    assert name not in settings.cluster.workers
+    assert settings.global_batch_size == samples
 
 
 def test_a_run_that_has_ended_is_told_so_before_a_machine_is_asked(paths: RunPaths) -> None:
