@@ -202,10 +202,14 @@ def test_where_no_algorithm_can_follow_it_is_one_line(
 
 def test_what_the_environment_says_is_kept() -> None:
     asked = requests.request_of(
-        local=True, num_workers=1, config=None, train_config=None, overrides=["batch_size=4"]
+        local=True,
+        num_workers=1,
+        config=None,
+        train_config=None,
+        overrides=["training.batch_size=4", "diloco.local_steps=16"],
     )
-    environ = {"SMOLCLUSTER_CODEC": "int8", "SMOLCLUSTER_STALENESS__BOUND": "3", "HOME": "/"}
-    assert stated(asked, environ) == {"batch_size", "codec", "staleness"}
+    environ = {"SMOLCLUSTER_CODEC": "int8", "SMOLCLUSTER_EDP__STALENESS__BOUND": "3", "HOME": "/"}
+    assert stated(asked, environ) == {"batch_size", "local_steps", "codec", "staleness"}
 
 
 def test_what_is_launched_has_the_algorithm_and_its_settings(slow: Found) -> None:

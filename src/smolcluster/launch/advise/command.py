@@ -23,7 +23,7 @@ from smolcluster.algorithms.planning.costs import (
     Worker,
     costs_of,
 )
-from smolcluster.configs.overrides import without_workload
+from smolcluster.configs.overrides import from_environment, from_overrides, without_workload
 from smolcluster.configs.schema import Settings
 from smolcluster.configs.spec import AlgorithmSpec, algorithms, get_algorithm
 from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
@@ -44,7 +44,7 @@ from smolcluster.launch.kept import cluster_bytes
 from smolcluster.launch.links import Say, Way, measure_all_ways
 from smolcluster.launch.places import machines_of, project_root
 from smolcluster.launch.plan import Machine, Request
-from smolcluster.launch.prepare import bring_project, settings_in
+from smolcluster.launch.prepare import bring_project
 from smolcluster.launch.project import packed, read_project
 from smolcluster.launch.requests import Resolved, resolved, settings_of
 from smolcluster.launch.workload_code import code_of
@@ -366,9 +366,8 @@ def can_follow(
 
 def stated(request: Request, environ: Mapping[str, str]) -> set[str]:
     """The keys that the user has set by hand or in the environment: they are not chosen anew."""
-    by_hand = {text.partition("=")[0] for text in request.overrides}
-    names = (name.partition("_")[2].partition("__")[0].lower() for name in settings_in(environ))
-    return by_hand | set(names)
+    said = (*from_overrides(request.overrides), *from_environment(environ))
+    return {assignment.path[0] for assignment in said}
 
 
 def as_overrides(keys: Mapping[str, Any]) -> tuple[str, ...]:
