@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import sys
 import tarfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -37,6 +38,7 @@ from smolcluster.launch.host import Done, Host
 from smolcluster.launch.kept import keep_prediction
 from smolcluster.launch.links import Way
 from smolcluster.launch.plan import Request
+from smolcluster.launch.project import packed
 from smolcluster.launch.requests import resolved
 from smolcluster.observability.terminal import SteadyConsole
 from smolcluster.runs.advice import ADVICE, LinkSpeed
@@ -338,6 +340,17 @@ def test_who_cannot_be_measured_is_left_out_with_a_line(monkeypatch: pytest.Monk
     told = [line for line in said if line.endswith("it is left out")]
     assert len(told) == 3
     assert all("\n" not in line for line in told)
+
+
+def test_what_is_measured_imports_nothing_of_the_folder_in_which_it_is_asked(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "dataclasses.py").write_text("raise SystemExit(9)\n")
+    question = packed({ASKED_FILE: b"{"})
+    computer = Computer(Host("mini1"), sys.executable, str(tmp_path), question)
+    said: list[str] = []
+    assert measure_all([computer], said.append, SPEED) == {}
+    assert "is damaged" in said[-1]
 
 
 def test_a_machine_is_sent_all_that_it_needs_to_know(request_of: Callable[..., Request]) -> None:

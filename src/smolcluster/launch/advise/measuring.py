@@ -1,5 +1,6 @@
 """How fast machines train: one probe a machine, JSON back. Who does not answer is left out."""
 
+import shlex
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from smolcluster.errors import LaunchError, SmolclusterError
 from smolcluster.launch.advise.speed import CODE_FOLDER, Speed
 from smolcluster.launch.host import Host, shell_path
 from smolcluster.launch.links import Say
+from smolcluster.launch.plan import MODULE
 from smolcluster.runs.model_file import ModelFile
 from smolcluster.utils.at_once import at_once
 from smolcluster.utils.words import one_line
@@ -72,7 +74,7 @@ if [ -e "$dir/{CODE_FOLDER}.tgz" ]; then
 fi
 cd {shell_path(computer.folder)} || exit 9
 [ -x {python} ] || {{ echo 'the project has no environment there' >&2; exit 9; }}
-{python} -m smolcluster.launch.advise.speed "$dir" </dev/null""",
+{python} {shlex.join(MODULE)} smolcluster.launch.advise.speed "$dir" </dev/null""",
         stdin=computer.question,
         timeout_s=SPEED_S,
     )
