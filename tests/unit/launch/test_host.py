@@ -232,6 +232,15 @@ def test_host_keys_are_verified_and_nobody_is_ever_asked(home: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="ssh is not installed")
+@pytest.mark.parametrize("name", ["jo mueller", "a #1", "50%C"])
+def test_a_home_may_have_any_path(home: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / name).mkdir()
+    monkeypatch.setenv("HOME", str(home / name))
+    read = as_ssh_reads(*ssh_options(), "pi5")
+    assert Path(read["controlpath"]).parent == home / name / ".ssh/smolcluster"
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="ssh is not installed")
 def test_a_connection_of_its_own_shares_none(home: Path) -> None:
     read = as_ssh_reads(*Host("pi5", "pi5").argv("a", alone=True)[1:-1])
     assert read["controlmaster"] in ("no", "false")
