@@ -25,6 +25,7 @@ from smolcluster.configs.schema import ClusterConfig, NodeName
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.find import RUNS_DIR, find
+from smolcluster.launch.invite.start import TOGETHER
 from smolcluster.launch.places import inherited, own_secret_file, place_overrides
 from smolcluster.launch.plan import by_hand, runs_dir_override
 from smolcluster.launch.run import EndedBadly
@@ -88,6 +89,9 @@ def _taking_turns(paths: RunPaths) -> Iterator[None]:
 
 def _join_run(paths: RunPaths, wanted: JoinOptions) -> int:
     launched = launched_of(paths)
+    if launched is not None and launched.is_group:
+        why = TOGETHER.format(launched.algorithm)
+        raise ConfigError(f"run {paths.run_id}: {why}: stop the run, and resume it")
     if launched is not None and not launched.is_local:
         return join_cluster(paths, launched, wanted)
     status = read_snapshot(paths).status

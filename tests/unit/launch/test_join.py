@@ -187,6 +187,18 @@ def test_a_run_of_one_machine_refuses_what_belongs_to_a_pipeline() -> None:
     joining._check_is_one_process("mini9", cluster)
 
 
+@pytest.mark.parametrize("is_local", [True, False])
+def test_nothing_joins_a_group_whose_machines_begin_together(
+    tmp_path: Path, *, is_local: bool
+) -> None:
+    paths = create_run(tmp_path, "mesh-1")
+    first = process("mini1", 0)
+    processes = (first.model_copy(update={"ssh": None}) if is_local else first,)
+    write_launched(paths.launched, Launched(run_id="mesh-1", algorithm="mesh", processes=processes))
+    with pytest.raises(ConfigError, match="all machines of a mesh begin together"):
+        joining.join(str(paths.root), JoinOptions(name="pi5"))
+
+
 def test_two_machines_are_brought_in_one_after_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

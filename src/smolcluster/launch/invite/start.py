@@ -16,6 +16,7 @@ from smolcluster.utils.addresses import is_loopback_name
 
 CODE = "INVITATION_CODE"
 """The variable in which a launch tells the code, so that it stands in no command line."""
+TOGETHER = "all machines of a {} begin together, so none can join later"
 
 
 def check_invitable(request: Request, cluster: ClusterConfig, *, local: bool) -> None:
@@ -26,7 +27,7 @@ def check_invitable(request: Request, cluster: ClusterConfig, *, local: bool) ->
     """
     why, algorithm = None, request.algorithm
     if algorithm.is_group:
-        why = f"all machines of a {algorithm.name} begin together, so none can join later"
+        why = TOGETHER.format(algorithm.name)
     elif request.script is not None:
         why = "its workers are a script of yours, which other machines lack: start that there"
     elif not cluster.elastic:
