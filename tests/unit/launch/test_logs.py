@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,15 @@ def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
     write(paths.log_file("worker", "pi5", 0), log_line(1, "joined") + log_line(2, "fine", "DEBUG"))
     write(paths.log_file("worker", "a-b", 1), log_line(1.5, "careful", "WARNING"))
     return paths
+
+
+@pytest.fixture
+def central_europe() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+        time.tzset()
+        yield
+    time.tzset()
 
 
 def test_lines_are_merged_by_time(local: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,10 +137,22 @@ def test_the_logs_of_a_worker_that_joined_without_ssh_are_said_to_be_on_its_mach
 def test_moments() -> None:
     assert since_when("10m", NOW) == NOW.timestamp() - 600
     assert since_when("1.5 h", NOW) == NOW.timestamp() - 5400
-    assert since_when("2026-11-22T10:00", NOW) == NOW.timestamp() - 7200
     assert since_when(None, NOW) == 0
     assert parse_level("Error") == 40
     assert (parse_level("warn"), parse_level("FATAL")) == (30, 50), "as the console shows them"
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("2026-11-22T10:00", datetime(2026, 11, 22, 9, 0, tzinfo=UTC)),
+        ("2026-07-22T10:00", datetime(2026, 7, 22, 8, 0, tzinfo=UTC)),
+        ("2026-07-22T10:00+00:00", datetime(2026, 7, 22, 10, 0, tzinfo=UTC)),
+    ],
+)
+@pytest.mark.usefixtures("central_europe")
+def test_a_moment_without_an_offset_has_that_of_its_date(said: str, meant: datetime) -> None:
+    assert since_when(said, NOW.astimezone()) == meant.timestamp()
 
 
 def test_no_log_line_moves_the_cursor_or_is_read_as_markup(

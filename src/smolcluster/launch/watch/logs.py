@@ -141,8 +141,7 @@ def since_when(text: str | None, now: datetime) -> float:
         ago = timedelta(seconds=float(found[1]) * _SECONDS[found[2]])
         return now.timestamp() - ago.total_seconds()
     try:
-        moment = datetime.fromisoformat(text.strip())
-        return moment.replace(tzinfo=moment.tzinfo or now.tzinfo).timestamp()
+        return datetime.fromisoformat(text.strip()).timestamp()
     except (ValueError, OverflowError) as error:
         raise ConfigError(
             f"--since {one_line(text)}: say how long ago, such as 30s, 10m, 2h or 1d, or when, such as "
