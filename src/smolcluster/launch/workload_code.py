@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,7 @@ def _files(root: Path, own: Path | None) -> Iterator[tuple[str, Path]]:
     tracked = _of_git(root)
     if tracked is not None and own is not None and str(own.relative_to(root)) not in tracked:
         tracked = None
-    for relative in sorted(_of_folder(root) if tracked is None else tracked):
+    for relative in sorted(_entered(root, _of_folder(root) if tracked is None else tracked)):
         path = root / relative
         if not path.is_file():
             continue  # git knows it still
@@ -134,6 +134,21 @@ def _files(root: Path, own: Path | None) -> Iterator[tuple[str, Path]]:
                 "alone are sent"
             )
         yield relative, path
+
+
+def _entered(root: Path, names: Iterable[str]) -> Iterator[str]:
+    """What is called so below a folder; of a submodule, and of a linked folder of code, the Python files.
+
+    Both may hold more than code, and a link may lead around itself.
+    """
+    for name in names:
+        path = root / name
+        if not path.is_dir():
+            yield name
+        elif not path.is_symlink() or (
+            any(path.glob("*.py")) and not root.resolve().is_relative_to(path.resolve())
+        ):
+            yield from (f"{name}/{each}" for each in _of_folder(path) if each.endswith(".py"))
 
 
 def _of_git(root: Path) -> set[str] | None:
@@ -164,7 +179,8 @@ def _of_folder(root: Path) -> Iterator[str]:
             for name in folders
             if not (name[0] == "." or name in NO_CODE or Path(folder, name, "pyvenv.cfg").is_file())
         ]
-        for name in files:
+        links = [name for name in folders if Path(folder, name).is_symlink()]
+        for name in (*files, *links):
             if not name.endswith((".pyc", ".pyo")) and name[0] != ".":
                 yield os.path.relpath(Path(folder, name), root)
 

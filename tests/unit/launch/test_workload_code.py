@@ -165,6 +165,34 @@ def test_of_a_repository_what_git_tracks_is_sent_and_new_python_files(tmp_path: 
         assert member.read() == b"# changed since\n"
 
 
+@pytest.mark.parametrize("in_git", [True, False])
+def test_python_files_of_submodules_and_linked_folders_are_sent(
+    tmp_path: Path, *, in_git: bool
+) -> None:
+    settings = ("user.name=a", "user.email=a@b", "protocol.file.allow=always")
+    git = ["git", *(word for each in settings for word in ("-c", each)), "-C"]
+    other, mine, data = tmp_path / "other", tmp_path / "mine", tmp_path / "data"
+    write(other, "model.py", "deep/layer.py", "large.bin")
+    write(data, "points.csv")
+    write(mine, "train.py")
+    for name, target in {"linked": other, "data": data, "around": mine}.items():
+        (mine / name).symlink_to(target)
+    expected = {"train.py", "linked/model.py", "linked/deep/layer.py"}
+    if in_git:
+        for root in (other, mine):
+            subprocess.run([*git, str(root), "init", "-q"], check=True)
+            subprocess.run([*git, str(root), "add", "-A"], check=True)
+            subprocess.run([*git, str(root), "commit", "-qm", "first"], check=True)
+        submodule = ("submodule", "--quiet", "add", str(other), "within")
+        subprocess.run([*git, str(mine), *submodule], check=True)
+        write(mine, "within/new.py")
+        within = {f"within/{name}" for name in ("model.py", "deep/layer.py", "new.py")}
+        expected |= {".gitmodules", *within}
+    code = code_of(f"{mine}/train.py:workload")
+    assert code is not None
+    assert names_in(code.packed) == expected
+
+
 def test_a_file_that_git_ignores_is_sent_with_its_folder(tmp_path: Path) -> None:
     subprocess.run(["git", "-C", str(tmp_path), "init", "-q"], check=True)
     (tmp_path / ".gitignore").write_text("scratch/\n")
