@@ -78,20 +78,31 @@ Handler = Callable[[int, FrameType | None], None]
 def take_signals(
     handler: Handler, signums: Collection[signal.Signals] = SIGNALS
 ) -> dict[signal.Signals, Any]:
-    """Have `handler` take those of the signals that are to be heeded; returns the handlers before.
+    """Have `handler` take those of the signals that are to be heeded; returns the handlers before."""
+    taking = _Taking(handler)
+    return {signum: signal.signal(signum, taking) for signum in heeded() if signum in signums}
 
-    Processes that this one forks, as those of a user's `multiprocessing.Pool`, would have the same handler:
-    with SIGTERM, by which a pool ends its processes, they end as any process does.
+
+class _Taking:
+    """A handler of this process, and not of those that it forks."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        self._handler(signum, frame)
+
+
+def _end_by_sigterm() -> None:
+    """Have a process that was forked end by SIGTERM, by which a user's `multiprocessing.Pool` ends its own.
+
+    A handler could not see to that: Python calls it only when a call that waits has come back.
     """
-    own = os.getpid()
+    if isinstance(signal.getsignal(signal.SIGTERM), _Taking):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def take(signum: int, frame: FrameType | None) -> None:
-        if signum == signal.SIGTERM and os.getpid() != own:
-            signal.signal(signum, signal.SIG_DFL)
-            signal.raise_signal(signum)
-        handler(signum, frame)
 
-    return {signum: signal.signal(signum, take) for signum in heeded() if signum in signums}
+os.register_at_fork(after_in_child=_end_by_sigterm)
 
 
 def leave_signals(*signums: signal.Signals) -> None:
