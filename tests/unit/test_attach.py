@@ -233,6 +233,17 @@ def test_a_plan_that_cannot_be_held_is_refused_before_memory_is_taken(layers: li
         Plan.parse(Plan(tuple(layers), 9, is_counted=False).text)
 
 
+def test_a_second_iterator_of_a_sampler_goes_on_where_the_first_one_stopped() -> None:
+    lease = attaching._Lease(torch.arange(7), 7)
+    cluster: Any = SimpleNamespace(running=True, _lease=lease)
+    sampler = attaching.LeaseSampler(cluster, 3)
+    assert [next(iter(sampler)) for _ in range(3)] == [[0, 1, 2], [3, 4, 5], [6]]
+    with pytest.raises(ConfigError, match=r"before optimizer\.step\(\)"):
+        next(iter(sampler))
+    cluster._lease = attaching._Lease(torch.arange(2), 2)
+    assert next(iter(sampler)) == [0, 1]
+
+
 class Attached:
     rank, running = 0, True
 

@@ -702,8 +702,7 @@ class LeaseSampler(Sampler[list[int]]):
                     "as batch_sampler, with num_workers=0, and step once for what it gives, without skipping "
                     "a step; or give attach num_samples"
                 )
-            for piece in torch.split(lease.indices, self._batch_size or len(lease.indices)):
-                if cluster._lease is not lease:
-                    break
-                lease.num_undrawn -= len(piece)
-                yield piece.tolist()
+            undrawn = lease.indices[-lease.num_undrawn :]
+            piece = undrawn[: self._batch_size or len(undrawn)]
+            lease.num_undrawn -= len(piece)
+            yield piece.tolist()
