@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from smolcluster.api import attach as attaching
 from smolcluster.api import callbacks
@@ -258,23 +258,72 @@ def test_a_callback_leaves_a_training_that_was_cut_short_before_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(callbacks, "attach", lambda *_, **__: Attached())
-    callback, loader = callbacks._Attached(), SimpleNamespace(dataset=[0])
-    callback._begin(None, None, loader, 1, 1)
+    callback = callbacks._Attached()
+    begin_callback(callback, [0], 1, -1)
     first = callback.cluster
     assert first is not None
-    callback._begin(None, None, loader, 1, 1)
+    begin_callback(callback, [0], 1, -1)
     assert not first.running
     assert callback.cluster is not None
     assert callback.cluster.running
 
 
-@pytest.mark.parametrize(("max_steps", "is_said"), [(-1, False), (4, True), (5, False)])
-def test_a_trainer_that_stops_before_the_run_says_so(
-    max_steps: int, is_said: bool, caplog: pytest.LogCaptureFixture
+def begin_callback(
+    callback: callbacks._Attached, data: object, max_epochs: int, max_steps: int
 ) -> None:
+    loader = SimpleNamespace(dataset=data)
+    callback._begin(None, None, loader, batch_size=2, max_epochs=max_epochs, max_steps=max_steps)
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_epochs", "is_said"),
+    [
+        ((1, -1), 1, False),
+        ((1, 4), 1, True),
+        ((1, 5), 1, False),
+        ((-1, 5), 1, False),
+        ((-1, 11), 3, True),
+        ((-1, -1), None, False),
+    ],
+)
+def test_a_run_has_the_trainer_s_epochs_and_a_trainer_that_stops_before_its_end_says_so(
+    limits: tuple[int, int],
+    num_epochs: int | None,
+    is_said: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(callbacks, "attach", lambda *_, **each: told.update(each) or Attached())
     with caplog.at_level(logging.WARNING, "smolcluster"):
-        callbacks._say_if_short(max_steps, 9, 2)
+        begin_callback(callbacks._Attached(), range(9), *limits)
+    assert (told["num_samples"], told["num_epochs"]) == (9, num_epochs)
     assert bool(caplog.records) == is_said
+
+
+def test_a_callback_refuses_data_without_a_length() -> None:
+    with pytest.raises(ConfigError, match="training data have no length"):
+        begin_callback(callbacks._Attached(), iter([0]), 1, -1)
+
+
+@pytest.mark.parametrize(
+    ("how", "batch_size"),
+    [
+        ({"batch_size": 4}, 4),
+        ({"batch_sampler": BatchSampler(range(9), 3, drop_last=False)}, 3),
+        ({"batch_size": None}, 1),
+        ({"batch_sampler": [[0, 1], [2]]}, None),
+    ],
+)
+def test_a_step_counts_the_samples_of_a_loader_s_batch(
+    how: dict[str, Any], batch_size: int | None
+) -> None:
+    loader = DataLoader(TensorDataset(torch.arange(9)), **how)
+    if batch_size is not None:
+        assert callbacks._batch_size(loader) == batch_size
+        return
+    with pytest.raises(ConfigError, match="batch_sampler an attribute batch_size"):
+        callbacks._batch_size(loader)
 
 
 @pytest.mark.parametrize("has_generator", [True, False])

@@ -6,6 +6,7 @@ its batch, an epoch has as many as the training data. Each process shuffles in a
 
 import logging
 import math
+from collections.abc import Sized
 from importlib import import_module, util
 from pathlib import Path
 from typing import Any
@@ -36,18 +37,42 @@ class _Attached:
         self.cluster: Cluster | None = None
         self._hook: Any = None
 
-    def _begin(self, model: Any, optimizer: Any, loader: Any, batch_size: int, epochs: int) -> None:
+    def _begin(
+        self,
+        model: Any,
+        optimizer: Any,
+        loader: Any,
+        *,
+        batch_size: int,
+        max_epochs: int,
+        max_steps: int,
+    ) -> None:
+        """Attach; of `max_epochs` and `max_steps` a negative one sets no limit.
+
+        Raises:
+            ConfigError: the training data have no length.
+        """
         self._end()  # of a training that was cut short
+        dataset = getattr(loader, "dataset", None)
+        if not isinstance(dataset, Sized):
+            raise ConfigError(
+                "attach: the training data have no length, so that nothing says when an epoch ends: give "
+                "their dataset a __len__"
+            )
+        num_steps = math.ceil(len(dataset) / batch_size)
+        num_epochs = _num_epochs(max_epochs, max_steps, num_steps)
         self.cluster = attach(
             model,
             optimizer,
             self._file,
-            num_samples=len(loader.dataset),
+            num_samples=len(dataset),
             batch_size=batch_size,
-            num_epochs=epochs,
+            num_epochs=num_epochs,
             **self._how,
         ).__enter__()
         _shuffle_apart(loader, self.cluster.rank)
+        if num_epochs is not None:
+            _say_if_short(max_steps, num_epochs * num_steps)
 
     @property
     def _is_over(self) -> bool:
@@ -84,8 +109,32 @@ def _shuffle_apart(loader: Any, rank: int) -> None:
         sampler.initial_seed = derive_seed(seed, "attached", rank)
 
 
-def _say_if_short(max_steps: int, num_samples: int, batch_size: int) -> None:
-    num_steps = math.ceil(num_samples / batch_size)
+def _batch_size(loader: Any) -> int:
+    """The samples of a batch.
+
+    Raises:
+        ConfigError: the loader does not say it.
+    """
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    if batch_sampler is None:  # each sample is a batch
+        return 1
+    size: int | None = loader.batch_size or getattr(batch_sampler, "batch_size", None)
+    if size is None:
+        raise ConfigError(
+            "attach: the training DataLoader has no batch_size, so that nothing says how many samples a step "
+            "counts: give its batch_sampler an attribute batch_size"
+        )
+    return size
+
+
+def _num_epochs(max_epochs: int, max_steps: int, steps_per_epoch: int) -> int | None:
+    """The epochs of the run: those that begin within the Trainer's limit; None: it has none."""
+    if max_epochs >= 0:
+        return max(1, max_epochs)
+    return max(1, math.ceil(max_steps / steps_per_epoch)) if max_steps >= 0 else None
+
+
+def _say_if_short(max_steps: int, num_steps: int) -> None:
     if 0 < max_steps < num_steps:
         logging.getLogger("smolcluster").warning(
             "max_steps of this Trainer is %d, the run has %d steps: it stops before the run's end",
@@ -106,10 +155,15 @@ def trainer_callback(cluster: str | Path = "cluster.yaml", **how: Any) -> Any:
     class TrainerCallback(_Attached, base):  # type: ignore[misc, valid-type]
         def on_train_begin(self, args: Any, _state: Any, _control: Any, **its: Any) -> None:
             batch_size = args.train_batch_size * args.gradient_accumulation_steps
-            loader, epochs = its["train_dataloader"], max(1, int(args.num_train_epochs))
             self._remove_hook()
-            self._begin(its["model"], its["optimizer"], loader, batch_size, epochs)
-            _say_if_short(args.max_steps, len(loader.dataset) * epochs, batch_size)
+            self._begin(
+                its["model"],
+                its["optimizer"],
+                its["train_dataloader"],
+                batch_size=batch_size,
+                max_epochs=max(1, int(args.num_train_epochs)),
+                max_steps=args.max_steps,
+            )
             if args.gradient_accumulation_steps == 1:  # else a step has several losses
                 self._hook = its["model"].register_forward_hook(self._hear_loss)
 
@@ -142,7 +196,8 @@ def trainer_callback(cluster: str | Path = "cluster.yaml", **how: Any) -> Any:
 def lightning_callback(cluster: str | Path = "cluster.yaml", **how: Any) -> Any:
     """A callback for Lightning's `Trainer(callbacks=[…])`; arguments as those of `attach`.
 
-    For modules with one optimizer. What they log as `val_…` is an evaluation of the run.
+    For modules with one optimizer. What they log as `val_…` is an evaluation of the run, which has the
+    Trainer's `max_epochs`; where only `max_steps` is given, the epochs that so many steps begin.
 
     Raises:
         ConfigError: Lightning is not installed, or there are several optimizers.
@@ -159,9 +214,13 @@ def lightning_callback(cluster: str | Path = "cluster.yaml", **how: Any) -> Any:
                     f"attach: the module has {len(trainer.optimizers)} optimizers, must have 1"
                 )
             loader = trainer.train_dataloader
-            batch_size = (loader.batch_size or 1) * trainer.accumulate_grad_batches
             self._begin(
-                module, trainer.optimizers[0], loader, batch_size, max(1, trainer.max_epochs or 1)
+                module,
+                trainer.optimizers[0],
+                loader,
+                batch_size=_batch_size(loader) * trainer.accumulate_grad_batches,
+                max_epochs=trainer.max_epochs,
+                max_steps=trainer.max_steps,
             )
             if getattr(loader, "num_workers", 0):  # they have been told the first samples already
                 iter(trainer.fit_loop._data_fetcher)
