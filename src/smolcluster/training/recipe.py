@@ -4,9 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import ValidationError
 from torch import nn
 from torch.optim import Optimizer
 
+from smolcluster.configs.keys import refused
 from smolcluster.configs.schema import GradientClipping, Precision, TrainConfig
 from smolcluster.training.hooks import NO_HOOKS, Hooks
 from smolcluster.training.muon import Split
@@ -59,7 +61,11 @@ class Training:
     hooks: Hooks = NO_HOOKS
 
     def applied_to(self, config: TrainConfig) -> TrainConfig:
-        """The configuration with what is said here in its place."""
+        """The configuration with what is said here in its place.
+
+        Raises:
+            ConfigError: a value is none that the configuration may have.
+        """
         said = {
             name: value
             for name in (
@@ -71,7 +77,15 @@ class Training:
             )
             if (value := getattr(self, name)) is not None
         }
-        return config.model_copy(update=said) if said else config
+        if not said:
+            return config
+        # an own schedule stands in place of lr_schedule, which the learning rate need not fit then
+        unused = {} if self.schedule is None else {"lr_schedule": None}
+        try:
+            checked = type(config).model_validate(dict(config) | said | unused)
+        except ValidationError as error:
+            raise refused(type(config), error, "Training") from None
+        return config.model_copy(update={name: getattr(checked, name) for name in said})
 
     def optimizer_for(self, config: TrainConfig) -> OptimizerSpec:
         """The optimizer that is meant, `config` being what `applied_to` has given."""

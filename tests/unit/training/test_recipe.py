@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from harness import digits_config
 from smolcluster.configs.schema import DatasetPlace, GradientClipping
 from smolcluster.data.digits import load_digits
-from smolcluster.errors import UserCodeError
+from smolcluster.errors import ConfigError, UserCodeError
 from smolcluster.server.store import Store
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.builtin import builtin_workload
@@ -38,6 +38,39 @@ def test_what_a_workload_says_stands_in_place_of_the_configuration() -> None:
     steps = training_steps(training, digits_config(learning_rate=0.001))
     rates = [next(steps).learning_rate for _ in range(2)]
     assert rates == [0.5, 0.5 * (1 - 100 / (2 * training.num_samples))]
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            {"precision": "bfloat16"},
+            r"^Training: precision is 'bfloat16', must be one of fp32, bf16, fp16",
+        ),
+        ({"learning_rate": 0}, r"^Training: learning_rate is 0, must be a number above 0"),
+        (
+            {"gradient_clipping": {"max_norm": -1.0}},
+            r"^Training: gradient_clipping\.max_norm is -1",
+        ),
+        ({"learning_rate": 1e-5}, r"^Training: lr_schedule\.min_lr is 0\.0001, must be at most"),
+    ],
+)
+def test_what_a_configuration_may_not_say_a_workload_may_not_either(
+    said: dict[str, Any], told: str
+) -> None:
+    falls = digits_config(lr_schedule={"warmup_iters": 1, "min_lr": 1e-4})
+    with pytest.raises(ConfigError, match=told):
+        Training(**said).applied_to(falls)
+
+
+def test_a_workload_may_say_sections_as_mappings_and_has_its_own_schedule_for_any_rate() -> None:
+    falls = digits_config(lr_schedule={"warmup_iters": 1, "min_lr": 1e-4})
+    clipping: Any = {"max_value": 0.5}
+    training = Training(
+        learning_rate=1e-5, gradient_clipping=clipping, schedule=lambda *_: 1.0
+    ).applied_to(falls)
+    assert training.gradient_clipping == GradientClipping(max_value=0.5)
+    assert (training.learning_rate, training.lr_schedule) == (1e-5, falls.lr_schedule)
 
 
 @pytest.mark.parametrize("factor", [-1.0, float("nan"), float("inf"), None, "1"])
