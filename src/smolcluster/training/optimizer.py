@@ -9,8 +9,9 @@ Before a step the gradient is clipped by the norm of the whole (Pascanu et al., 
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from types import MappingProxyType
 from typing import Any, Protocol, Self
 
@@ -22,7 +23,7 @@ from torch.optim.sgd import sgd
 from smolcluster.configs.schema import FLAT_OPTIMIZERS, GradientClipping
 from smolcluster.errors import ConfigError
 from smolcluster.training.kept import is_like
-from smolcluster.utils.words import hint_at
+from smolcluster.utils.words import hint_at, show
 
 FUSED_DEVICES = frozenset({"cpu", "cuda", "mps"})
 MUON = "muon"
@@ -232,12 +233,16 @@ def checked_arguments(name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Arguments of adam, adamw, sgd or muon, those that are not given by default.
 
     Raises:
-        ConfigError: it does not take one of them, or they do not fit each other.
+        ConfigError: it does not take one of them or its value, or they do not fit each other.
     """
     defaults = _KNOWN[name]
     its = CLASSES.get(name)
     other = f"; a class of torch.optim, such as {its}, takes more" if its else ""
     check_names(name, given, list(defaults), other)
+    for key, value in given.items():
+        is_allowed, allowed = _ALLOWED[key]
+        if not is_allowed(value):
+            raise ConfigError(f"optimizer_args.{key} is {show(value)}, must be {allowed}")
     arguments = {**defaults, **given}
     is_damped = arguments.get("dampening")
     if arguments.get("nesterov") and not (arguments["momentum"] > 0 and not is_damped):
@@ -245,6 +250,36 @@ def checked_arguments(name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
             "optimizer_args.nesterov is true, which needs momentum above 0 and no dampening"
         )
     return arguments
+
+
+def _is_number(value: object, least: float = 0.0, below: float = math.inf) -> bool:
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    return least <= float(value) < below
+
+
+def _are_betas(value: object) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and len(value) == 2
+        and all(_is_number(each, below=1.0) for each in value)
+    )
+
+
+_ALLOWED: Mapping[str, tuple[Callable[[object], bool], str]] = MappingProxyType(
+    {
+        "betas": (_are_betas, "two numbers of 0 or more, below 1"),
+        "eps": (_is_number, "a number of 0 or more"),
+        "momentum": (_is_number, "a number of 0 or more"),
+        "dampening": (lambda value: _is_number(value, -math.inf), "a number"),
+        "nesterov": (lambda value: isinstance(value, bool), "true or false"),
+        "ns_steps": (
+            lambda value: isinstance(value, int) and _is_number(value),
+            "a whole number of 0 or more",
+        ),
+    }
+)
+"""What the values of arguments must be, as PyTorch's classes check them."""
 
 
 def check_names(

@@ -112,6 +112,17 @@ def test_settings_of_every_node_are_checked(tmp_path: Path) -> None:
             r"optimizer_args has bets, which RAdam .* betas\?",
         ),
         ("optimizer=muon optimizer_args.ns_step=1", r"optimizer_args has ns_step, .* ns_steps\?"),
+        ("optimizer_args.betas=0.9", r"optimizer_args\.betas is 0\.9, must be two numbers .*"),
+        ("optimizer_args.betas=[0.9]", r"optimizer_args\.betas is \[0\.9\], must be two .*"),
+        ("optimizer_args.betas=[0.9,1.0]", r"optimizer_args\.betas is .*, below 1"),
+        ("optimizer_args.eps=null", r"optimizer_args\.eps is null, must be a number .*"),
+        (
+            "optimizer=sgd optimizer_args.momentum='0.9'",
+            r"optimizer_args\.momentum is '0\.9', must be a number of 0 or more",
+        ),
+        ("optimizer=sgd optimizer_args.dampening=yes", r"optimizer_args\.dampening is .*number"),
+        ("optimizer=sgd optimizer_args.nesterov=1", r"optimizer_args\.nesterov is 1, .* false"),
+        ("optimizer=muon optimizer_args.ns_steps=2.5", r"optimizer_args\.ns_steps is 2\.5, .*"),
         (
             "optimizer=sgd optimizer_args.nesterov=true",
             r"optimizer_args\.nesterov is true, which .*",
