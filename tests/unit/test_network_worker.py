@@ -38,6 +38,14 @@ class OtherNet(nn.Module):
         return inputs + 1
 
 
+class HuberLoss(nn.Module):
+    """Has the name of one of PyTorch's, and takes an argument that has no default."""
+
+    def __init__(self, delta: float) -> None:
+        super().__init__()
+        self.delta = delta
+
+
 def twice(output: Tensor, target: Tensor) -> Tensor:
     return 2 * functional.mse_loss(output, target)
 
@@ -72,6 +80,7 @@ def test_a_gpu_that_is_not_there_is_refused(
         (twice, None),
         (functional.relu, None),
         (nn.AdaptiveLogSoftmaxWithLoss(8, 6, [3]), None),
+        (HuberLoss(2.0), None),
     ],
 )
 def test_only_a_loss_of_pytorch_s_has_a_name(loss_fn: Any, name: str | None) -> None:

@@ -46,11 +46,13 @@ def loss_name(loss_fn: OutputLoss | None, loss: LossFunction | None) -> str | No
         return DEFAULT
     if isinstance(loss_fn, nn.Module):
         name = type(loss_fn).__name__
-        is_plain = name in _losses() and _public(loss_fn) == _public(type(loss_fn)())
+        is_plain = (  # a class of one's own may have the name of PyTorch's
+            _losses().get(name) is type(loss_fn) and _public(loss_fn) == _public(type(loss_fn)())
+        )
     else:
         name = getattr(loss_fn, "__name__", "")
-        is_plain = name in _losses()
-    return name if is_plain and _losses()[name] in (loss_fn, type(loss_fn)) else None
+        is_plain = _losses().get(name) is loss_fn
+    return name if is_plain else None
 
 
 def named_loss(name: object) -> LossFunction:
