@@ -17,7 +17,6 @@ if __name__ == "__main__":  # before the imports that take seconds: see entry.py
 
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import cached_property, partial
@@ -75,8 +74,6 @@ from smolcluster.wire.messages import (
 )
 
 TICK_S = 0.1
-STOP_TIMEOUT_S = 20.0
-"""How long a run that shall stop waits for its stages to send what they have."""
 
 
 class KeepingReceiver(StageReceiver):
@@ -123,8 +120,8 @@ class Server(Coordinator):
         """Of the weights that stages have evaluated last."""
         self.keeping_s = 0.0
         """How long it took the last time until all stages had sent their state."""
-        self.stop_by: float | None = None
-        """When the run stops at the latest, once that was asked for."""
+        self.is_stopping = False
+        """Whether the run ends as soon as its stages have sent what they have."""
 
     @property
     def version(self) -> int:
@@ -161,18 +158,21 @@ class Server(Coordinator):
     def heed_stop(self) -> None:
         """Stop if that is asked for: when the state is kept, if there are stages that can send it.
 
+        They have the same patience as without: a stage that is silent for longer is cut.
+
         Raises:
             Interrupted: now.
         """
         try:
             self.context.check_stop()
         except Interrupted:
-            now = time.monotonic()
-            self.stop_by = self.stop_by or now + STOP_TIMEOUT_S
             self.keeper.settle(wait=True)
             is_newer = self.version > self.keeper.kept.state.step
-            if not (self.crew and self.keeper.can_keep and is_newer) or now >= self.stop_by:
+            if not (is_newer and self.keeper.can_keep and self.crew and self.crew.question):
                 raise
+            if not self.is_stopping:
+                self.context.log.info("the run stops when its stages have sent their state")
+            self.is_stopping = True
 
     @property
     def num_pieces(self) -> int:
@@ -204,14 +204,14 @@ class Server(Coordinator):
             yield from self.step(crew)
             if not self.has_steps_left():
                 break
-            if self.is_time(self.train.eval_steps):
+            if self.is_time(self.train.eval_steps) and not self.is_stopping:
                 yield from self.evaluate(crew)
-            if can_keep and (self.is_time(every) or crew.moving is not None):
+            if can_keep and (self.is_time(every) or crew.moving is not None or self.is_stopping):
                 yield from self.keep(crew)
+                while self.is_stopping:  # `heed_stop` ends the run
+                    yield None
                 if self.are_to_move(crew):
                     return
-            while self.stop_by:  # until `heed_stop` finds it on the disk, or time is over
-                yield from self.keep(crew)
         if can_keep and self.keeper.kept.state.step != self.version:  # an evaluation may fail
             yield from self.keep(crew)
         if not self.is_evaluated:

@@ -1,7 +1,10 @@
 """Whom the server of a pipeline gives layers, as workers fail, leave and come back."""
 
 import logging
+import signal
+import time
 from collections.abc import Iterator, Mapping
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -9,13 +12,14 @@ from unittest.mock import Mock
 import pytest
 
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
-from smolcluster.algorithms.PipelineParallel.crew import Crew, Peer, Questions
+from smolcluster.algorithms.PipelineParallel.crew import Crew, Peer, Question, Questions
 from smolcluster.algorithms.PipelineParallel.dealing import Dealer
 from smolcluster.algorithms.PipelineParallel.plan import Cut, even_cut, unmeasured
 from smolcluster.algorithms.PipelineParallel.server import Server
 from smolcluster.errors import ClusterEmpty
 from smolcluster.server.worker import Worker
 from smolcluster.server.worker_pool import Departed, Joined
+from smolcluster.utils.stopping import Interrupted
 from smolcluster.wire.membership import Member
 from smolcluster.wire.messages import (
     EvaluateStages,
@@ -66,6 +70,7 @@ class Hand(Server):
         self.train: Any = Mock(samples_per_step=8)
         self.held_out: Any = SimpleNamespace(num_samples=8, parts=lambda: [None])
         self.crew, self.turn, self.evaluated_version = None, 0, None
+        self.is_stopping = False
         self.pool: Any = SimpleNamespace(started=True, is_preparing=False)
         self.num_sessions = 0
 
@@ -195,7 +200,7 @@ def test_no_step_is_taken_once_an_evaluation_has_ended_the_run(
 ) -> None:
     server, counts = Hand(), SimpleNamespace(version=0, is_over=False)
     server.report.counts, server.train.eval_steps = counts, 1
-    server.keeper.can_keep, server.stop_by = False, None
+    server.keeper.can_keep = False
 
     def step(_crew: Crew) -> Questions[None]:
         counts.version += 1
@@ -209,3 +214,40 @@ def test_no_step_is_taken_once_an_evaluation_has_ended_the_run(
     monkeypatch.setattr(server, "evaluate", evaluate)
     assert list(server.work(Mock(), [])) == []
     assert counts.version == 1
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_a_run_that_shall_stop_waits_for_its_step_and_its_state_and_evaluates_nothing_before(
+    monkeypatch: pytest.MonkeyPatch, is_saved: bool
+) -> None:
+    server, counts = Hand(), SimpleNamespace(version=0, is_over=False)
+    server.report.counts, server.train.eval_steps = counts, 1
+    server.keeper.can_keep = True
+    server.context.check_stop = Mock(side_effect=Interrupted(signal.SIGTERM, is_orderly=True))
+    asked, clock = list[str](), count(0.0, 100.0)
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+
+    def asks(what: str) -> None:
+        def ask(_crew: Crew) -> Questions[None]:
+            asked.append(what)
+            yield Question((what,), 600.0)
+            counts.version += what == "step"
+
+        monkeypatch.setattr(server, what, ask)
+
+    for each in ("step", "evaluate", "keep"):
+        asks(each)
+    crew = server.crew = Crew(attempt=1, cut=Mock(), peers=[])
+    server.questions = server.work(crew, [])
+    for _ in ("step", "evaluate"):
+        server.go_on(crew)
+    for _ in ("step", "keep"):
+        server.go_on(crew, [])
+        for _ in range(2):
+            server.heed_stop()
+    server.go_on(crew, [])
+    if is_saved:
+        server.keeper.kept.state.step = counts.version
+    with pytest.raises(Interrupted):
+        server.heed_stop()
+    assert asked == ["step", "evaluate", "step", "keep"]
