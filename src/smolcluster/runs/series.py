@@ -3,8 +3,8 @@
 The run's owner makes it from `metrics.jsonl` while that grows, and replaces it every `EVERY_S` seconds and
 at the end; `metrics.jsonl` stays the archive. Points lie in buckets of `stride` steps: a bucket tells its
 last step and moment, how many steps it has, the mean of each value, and the lowest and highest loss. When
-there are more than `MAX_STEPS` buckets the stride doubles. What a later start of the owner has undone is left
-out.
+there are more than `MAX_STEPS` buckets the stride doubles. Steps that were undone, and are taken again, are
+left out.
 
 The document: `metrics_nbytes` (how much of `metrics.jsonl` it tells), `starts` (`[incarnation, first step]`),
 `t0` (seconds since 1970, to be added to each `t`), `steps`, `evaluations` and `processes`, which are columns.
@@ -137,8 +137,7 @@ class Curve:
 
     def cut(self, step: int) -> None:
         """Forget what came after a step; also of the bucket that goes over it."""
-        while self.buckets and self.buckets[-1].step > step:
-            self.buckets.pop()
+        self.buckets = [each for each in self.buckets if each.step <= step]
 
     def columns(self, digits: int = _DIGITS) -> Columns:
         """`t`, `step` and a column a value, without those that no point has."""
@@ -320,7 +319,10 @@ class Series:
     def _take_step(self, entry: Mapping[str, Any], t: float, step: int) -> None:
         incarnation = str(entry["incarnation"])
         if not self.starts or self.starts[-1][0] != incarnation:
-            self._begin(incarnation, step)
+            self.starts = [each for each in self.starts if each[1] < step] + [(incarnation, step)]
+            self._cut(step - 1)
+        elif self.steps.buckets and step <= self.steps.buckets[-1].step:
+            self._cut(step - 1)
         samples = entry.get("samples_applied")
         if isinstance(samples, int | float):
             self._samples = float(samples)
@@ -332,11 +334,10 @@ class Series:
         new = [f"{PREFIX}{name}" for name in metrics_in(entry) if f"{PREFIX}{name}" not in names]
         self.evaluations.names = (*names, *new)[: len(EVAL_VALUES) + MAX_METRICS]
 
-    def _begin(self, incarnation: str, step: int) -> None:
-        """A start of the owner undoes what earlier ones did from its first step on."""
-        self.starts = [each for each in self.starts if each[1] < step] + [(incarnation, step)]
+    def _cut(self, step: int) -> None:
+        """What came after a step is undone: a later start takes it up, or a pipeline that lost a stage."""
         for curve in (self.steps, self.evaluations, *(p.curve for p in self.processes.values())):
-            curve.cut(step - 1)
+            curve.cut(step)
 
     def _take_report(self, entry: Mapping[str, Any], t: float) -> None:
         rank, node = entry.get("rank"), str(entry.get("node") or "")

@@ -552,7 +552,10 @@ class Report(Listener):
         Raises:
             CheckpointError: it does not say what was counted.
         """
+        before = self.counts.tally.traffic
         self.counts.resume(state)
+        if state.incarnation == self._records.incarnation:  # it has what this process has moved
+            self.counts.tally.traffic = before
         self.board.count_on(self.counts.tally)
         self.rates.begin()
         self._records.events.write(

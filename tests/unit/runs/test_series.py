@@ -135,17 +135,23 @@ def test_points_are_the_means_of_their_steps() -> None:
         first = bucket.step + 1
 
 
-def test_what_a_later_start_has_undone_is_forgotten() -> None:
+@pytest.mark.parametrize(("incarnation", "starts"), [("b", [0, 1]), ("a", [0, 0])])
+def test_what_a_later_start_or_a_pipeline_has_undone_is_forgotten(
+    incarnation: str, starts: list[int]
+) -> None:
     series = Series()
     for number in range(1, 11):
         series.take(step_of(number, 1.0))
         series.take({**step_of(number, 1.0), "kind": "eval", "val_loss": 3.0})
-    series.take(step_of(6, 2.0, "b"))
+        series.take(report_of(number, 1))
+    series.take(report_of(5, 1))
+    series.take(step_of(6, 2.0, incarnation))
     steps = series.steps.columns()
     assert steps["step"] == [1, 2, 3, 4, 5, 6]
     assert steps["loss"] == [1, 1, 1, 1, 1, 2]
     assert series.evaluations.columns()["step"] == [1, 2, 3, 4, 5]
-    assert [series.start_of(number) for number in (5, 6)] == [0, 1]
+    assert series.processes[1, "n1"].curve.columns()["step"] == [1, 2, 3, 4, 5, 5]
+    assert [series.start_of(number) for number in (5, 6)] == starts
 
 
 def test_numbers_that_are_not_finite_are_null() -> None:

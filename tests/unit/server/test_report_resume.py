@@ -112,8 +112,13 @@ def through_json(state: TrainingState) -> TrainingState:
     return TrainingState.model_validate_json(json.dumps(json.loads(state.model_dump_json())))
 
 
-def resumed(parts: Parts, state: TrainingState, moved: tuple[int, int] = (0, 0)) -> Report:
-    report = report_of(parts, "there", moved)
+def resumed(
+    parts: Parts,
+    state: TrainingState,
+    moved: tuple[int, int] = (0, 0),
+    incarnation: str = "there",
+) -> Report:
+    report = report_of(parts, incarnation, moved)
     report.resume(through_json(state))
     return report
 
@@ -191,11 +196,20 @@ def test_time_and_traffic_are_those_of_all_starts(
     clock.now += 500.0
     second.rates.begin()
     clock.now += 5.0
-    third = resumed(parts, second.training_state({}), moved=(3, 4))
+    third = resumed(parts, second.training_state({}), (3, 4), "elsewhere")
     clock.now += 1.0
     summary = third.summary()
     assert summary.wall_s == pytest.approx(16.0), "without the time that nobody trained"
     assert (summary.bytes.sent, summary.bytes.received) == (123, 12)
+
+
+def test_traffic_counts_once_where_a_process_goes_on_from_its_own_checkpoint(parts: Parts) -> None:
+    first = report_of(parts, moved=(100, 7))
+    step(first, 30)
+    second = resumed(parts, first.training_state({}), moved=(20, 1))
+    for _ in range(2):
+        second.resume(through_json(second.training_state({})))
+    assert second.rates.traffic == (120, 8)
 
 
 def test_the_rate_begins_with_the_resumption(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
