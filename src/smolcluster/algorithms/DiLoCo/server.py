@@ -205,6 +205,7 @@ class Server(LeasingServer):
 
     def end_beginning(self) -> None:
         """Go on in rounds: workers step by themselves, and exchanges are measured anew."""
+        self.saver.wait_for_copy()
         self.replica.optimizer.reset()
         self.round.exchange_s.clear()
         for peer in self.peers.values():

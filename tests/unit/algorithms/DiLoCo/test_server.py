@@ -191,3 +191,14 @@ def test_a_codec_of_outer_steps_that_cannot_hold_the_weights_is_refused_at_the_s
         return
     with pytest.raises(ConfigError, match=rf"^codec_down {codec} works on float32.*float64"):
         new_stores(context, Mock(), 1)
+
+
+def test_moments_that_are_being_copied_for_a_checkpoint_are_not_reset_meanwhile() -> None:
+    moments, copied = torch.ones(4), list[float]()
+    server: Any = Mock(peers={}, version=10, beginning=SyncBeginning(100, 10))
+    server.dispatcher.samples_applied, server.dispatcher.total_samples = 100, 1000
+    server.saver.wait_for_copy = lambda: copied.extend(moments.tolist())
+    server.replica.optimizer.reset = moments.zero_
+    Server.end_beginning(server)
+    assert copied == [1.0] * 4
+    assert not moments.any()
