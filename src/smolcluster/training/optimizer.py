@@ -253,7 +253,7 @@ def checked_arguments(name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _is_number(value: object, least: float = 0.0, below: float = math.inf) -> bool:
-    if not isinstance(value, Real) or isinstance(value, bool):
+    if isinstance(value, bool) or not isinstance(value, Real):
         return False
     return least <= float(value) < below
 
