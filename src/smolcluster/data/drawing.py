@@ -4,7 +4,6 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -19,7 +18,7 @@ from smolcluster.utils.isolated_rng import isolated_python, python_state
 from smolcluster.utils.seed import derive_seed
 
 NUM_WATCHED = 8
-"""Calls of what may draw from the generators of `random` and NumPy, until it is taken not to."""
+"""Calls that are watched: for draws from the generators of `random` and NumPy, and for new generators."""
 DRAWING = threading.Lock()
 """Held while something draws from the process's generators, or from its own."""
 MOST_PARTS, MOST_SEARCHED = 100, 10_000
@@ -42,11 +41,27 @@ class Drawing:
     def __init__(self, drawer: object) -> None:
         self._drawer = drawer
         self._num_watched, self._is_of_all = 0, False
+        self.begin_epoch()
 
-    @cached_property
+    def begin_epoch(self) -> None:
+        """It may have been told the epoch, and make generators for that."""
+        self._found: list[Any] | None = None
+        self._num_looks = 0
+
+    @property
     def _own(self) -> list[Any]:
         """The generators that it keeps, such as those of its transforms."""
-        return generators_in(self._drawer)
+        if self._found is None:
+            self._found = generators_in(self._drawer)
+        return self._found
+
+    def has_made_more(self) -> bool:
+        """Whether its last call has made generators that it keeps; later calls are taken not to."""
+        if self._num_looks == NUM_WATCHED:
+            return False
+        self._num_looks += 1
+        before, self._found = self._own, generators_in(self._drawer)
+        return not {id(each) for each in self._found} <= {id(each) for each in before}
 
     @contextmanager
     def under(self, seed: int) -> Iterator[None]:

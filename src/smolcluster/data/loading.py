@@ -13,6 +13,7 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -142,13 +143,15 @@ class LoadedSamples(Permuted, ABC):
         seed, *where = place or Place(0, 0, 0)
         try:
             with self._collating.under(derive_seed(seed, "collate", *where)):
-                return self.collate(samples)
+                batch = self.collate(samples)
         except (TypeError, RuntimeError) as error:
             if self.collate is not default_collate:
                 raise
             raise DataError(
                 f"samples cannot be made a batch of: {error}; give a collate function"
             ) from error
+        self._collating.has_made_more()
+        return batch
 
 
 class MapSamples(LoadedSamples):
@@ -210,6 +213,7 @@ class MapSamples(LoadedSamples):
         if place is not None and place.epoch != self._epoch:
             self._epoch = place.epoch
             set_epoch(self.dataset, place.epoch)
+            self.drawing.begin_epoch()
         check_indices(indices, len(self.dataset))
 
     def load(self, indices: Tensor, place: Place | None = None) -> list[Any]:
@@ -217,9 +221,20 @@ class MapSamples(LoadedSamples):
         samples = []
         for number, index in enumerate(indices.tolist()):
             seed = derive_seed(0, "held out", index) if place is None else place.draw(number)
-            with self.drawing.under(seed):
-                samples.append(self.dataset[index])
+            samples.append(self.sample(index, partial(self.drawing.under, seed)))
         return samples
+
+    def sample(self, index: int, seeded: Callable[[], AbstractContextManager[None]]) -> Any:
+        """The sample of an index, made where `seeded` has seeded the generators.
+
+        It is made once more if generators have been made with it, which nobody had seeded.
+        """
+        with seeded():
+            sample = self.dataset[index]
+        if not self.drawing.has_made_more():
+            return sample
+        with seeded():
+            return self.dataset[index]
 
 
 class StreamSamples(LoadedSamples):
@@ -304,6 +319,7 @@ class StreamSamples(LoadedSamples):
             source = _one_by_one(self.loader)
         seed = derive_seed(place.seed, "stream", place.epoch)
         set_epoch(self.stream, place.epoch)
+        self.drawing.begin_epoch()
         draws = OfThread(torch.Generator().manual_seed(seed))
         with draws, self.drawing.of_process(seed):
             iterator = iter(source)
@@ -313,6 +329,7 @@ class StreamSamples(LoadedSamples):
                     sample = next(iterator)
                 except StopIteration:
                     return
+            self.drawing.has_made_more()
             yield sample
 
 

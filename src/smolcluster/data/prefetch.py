@@ -3,8 +3,9 @@
 import copy
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from smolcluster.data.dataset import Batch, Place
+from smolcluster.data.drawing import Drawing
 from smolcluster.data.loading import LoadedSamples, MapSamples, StreamSamples
 from smolcluster.data.processes import (
     Work,
@@ -169,10 +171,16 @@ def _load_seeded(samples: MapSamples, indices: Tensor, place: Place) -> list[Any
     with user_code("data"):
         samples.begin(indices, place)
         for number, index in enumerate(indices.tolist()):
-            seed_process(place.draw(number))
-            samples.drawing.seed_own(place.draw(number))
-            loaded.append(samples.dataset[index])
+            seeded = partial(_seeded, samples.drawing, place.draw(number))
+            loaded.append(samples.sample(index, seeded))
     return loaded
+
+
+@contextmanager
+def _seeded(drawing: Drawing, seed: int) -> Iterator[None]:
+    seed_process(seed)
+    drawing.seed_own(seed)
+    yield
 
 
 def _begin_guarded(worker_init: Callable[[int], None] | None, number: int) -> None:

@@ -652,32 +652,53 @@ class Drawing(Numbers):
         if index < 3:
             return index, index, index
         drawn = random.random(), float(np.random.random()), float(torch.rand(()))  # noqa: S311
-        own = [each() for each in self.transforms]
-        assert len({*own[0], *own[1]}) == 8, "no two draw alike"
-        return (*drawn, *own)
+        return (*drawn, *(each() for each in self.transforms))
+
+
+class DrawingLate(Drawing):
+    """Makes its generators when it first draws from them."""
+
+    def __init__(self, length: int = 10) -> None:
+        super().__init__(length)
+        self.transforms = []
+
+    def __getitem__(self, index: int) -> Any:
+        if index >= 3 and not self.transforms:
+            self.transforms = [Noise(), Noise()]
+        return super().__getitem__(index)
+
+
+class DrawingByEpoch(Drawing):
+    """Makes new generators for each epoch."""
+
+    def set_epoch(self, _epoch: int) -> None:
+        self.transforms = [Noise(), Noise()]
 
 
 def noisy(samples: list[Any]) -> list[Any]:
     return [*samples, (random.random(), float(np.random.random()), float(torch.rand(())))]  # noqa: S311
 
 
-def test_what_is_drawn_depends_on_the_samples_place_alone() -> None:
-    """Whoever loads them."""
+@pytest.mark.parametrize("dataset", [Drawing, DrawingLate, DrawingByEpoch])
+def test_what_is_drawn_depends_on_the_samples_place_alone(dataset: type[Drawing]) -> None:
+    """Whoever loads them, and whatever it has loaded before."""
 
     def batch(num_workers: int, start: int) -> list[Any]:
         loader: DataLoader[Any] = DataLoader(
-            Drawing(40),  # type: ignore[arg-type]
+            dataset(40),  # type: ignore[arg-type]
             num_workers=num_workers,
             collate_fn=noisy,
         )
         samples = samples_of(loader)
         assert isinstance(samples, LoadedSamples)
         with closing(Prefetch(samples)) as prefetch:
-            drawn: list[Any] = prefetch.batch(torch.arange(start, 40), Place(SEED, 0, start))
+            prefetch.load(torch.arange(start), Place(SEED, 0, 0))
+            drawn: list[Any] = prefetch.batch(torch.arange(start, 40), Place(SEED, 1, start))
         return drawn
 
     first = batch(2, 0)
     assert len(set(first)) == 41
+    assert all(len({*own, *others}) == 8 for *_, own, others in first[3:-1]), "no two draw alike"
     for num_workers in (0, 1):
         assert batch(num_workers, 0) == first
         assert batch(num_workers, 3)[:-1] == first[3:-1]
