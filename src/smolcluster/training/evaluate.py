@@ -92,11 +92,11 @@ def evaluate(
     sums, counts = dict.fromkeys(measured, 0.0), dict.fromkeys(measured, 0.0)
     bad: DataError | None = None
     num_good, has_bad_values = 0, False
-    with torch.no_grad(), autocast(precision, device):
-        for indices in torch.split(every_index(samples), batch_size):
-            before_batch()
-            with user_code("data"):
-                batch = samples.batch(indices)
+    for indices in torch.split(every_index(samples), batch_size):
+        before_batch()
+        with user_code("data"):
+            batch = samples.batch(indices)
+        with torch.no_grad(), autocast(precision, device):
             place = partial(_placed, batch, device, dtype, doubles)
             gathered = doubles.attempt(place, [batch])
             for name, measure in measured.items():

@@ -8,7 +8,10 @@ from torch.nn import functional
 
 from computing import PERPLEXITY, evaluated
 from smolcluster.data.dataset import Split
+from smolcluster.data.loading import MapSamples
 from smolcluster.errors import DataError, NonFiniteLoss
+from smolcluster.training.builtin import cross_entropy
+from smolcluster.training.evaluate import evaluate, evaluation_of
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 30, 1024])
@@ -63,6 +66,27 @@ def test_a_loss_that_takes_gradients_itself_is_evaluated() -> None:
     found = evaluated(model, split, {"sum": metric}, 3, loss)
     assert found.loss == pytest.approx(model.weight.square().mean().item())
     assert seen == [False, False]
+
+
+def test_samples_are_made_as_for_training_whatever_is_computed() -> None:
+    class Sloped:
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            layer = nn.Linear(4, 4)
+            layer(torch.ones(4)).sum().backward()
+            assert layer.bias.grad is not None
+            return torch.from_numpy(layer(torch.ones(4)).detach().numpy()), index % 3
+
+    totals = evaluate(
+        nn.Linear(4, 3),
+        MapSamples(Sloped()),
+        torch.device("cpu"),
+        loss=cross_entropy,
+        precision="bf16",
+    )
+    assert math.isfinite(evaluation_of(totals, {}).loss)
 
 
 def test_a_double_precision_model_takes_single_precision_data() -> None:
