@@ -270,7 +270,10 @@ class StreamSamples(LoadedSamples):
             DataError: it has no samples.
         """
         if self._counted is None:
-            self._counted = _some(self._count(say))
+            counted = self._count(say)
+            if self.loader is not None and self.loader.drop_last and self.batch_size:
+                counted -= counted % self.batch_size
+            self._counted = _some(counted)
         return self._counted
 
     def _count(self, say: Callable[[str], None]) -> int:

@@ -137,6 +137,9 @@ def test_a_loader_that_does_not_shuffle_keeps_the_datasets_order() -> None:
 def test_drop_last_leaves_out_what_fills_no_batch() -> None:
     assert orders(loader(drop_last=True)) == [list(range(9))] * 3
     assert orders(loader(drop_last=True, shuffle=True)) == [each[:9] for each in permutations()]
+    stream = DataLoader(Stream(), batch_size=3, drop_last=True)
+    assert orders(stream) == [list(range(9))] * 3
+    assert samples_of(stream, samples_per_epoch=8).num_samples == 6
 
 
 @pytest.mark.parametrize(
