@@ -56,6 +56,16 @@ class _Slot:
     def is_variance(self) -> bool:
         return isinstance(self.module, _BatchNorm) and self.key == "running_var"
 
+    def bounded(self, sums: Tensor, dtype: torch.dtype) -> Tensor:
+        """What has been added up, where a buffer of this type and meaning can hold it."""
+        if self.is_variance:
+            return sums.clamp(min=0.0)
+        if dtype == torch.bool:
+            return sums.clamp(0.0, 1.0)
+        if dtype.is_floating_point or dtype.is_complex:
+            return sums
+        return sums.clamp(float(torch.iinfo(dtype).min), float(torch.iinfo(dtype).max))
+
     @property
     def tensor(self) -> Tensor | None:
         """None: the module has removed it."""
@@ -336,7 +346,8 @@ class ModelBuffers:
     def add(self, difference: BufferValues, num_workers: int = 1) -> None:
         """Add a difference to integers, which are rounded, and its `num_workers`-th part to all others.
 
-        A variance that a slow worker's difference, taken from older values, would bring below 0 is 0.
+        Differences are taken from older values, so that those of several workers may add up to more than
+        there is: a variance stays at 0 or above, and an integer within its type's range, a bool in 0 and 1.
         """
         for number, flat in difference.items():
             self._note(number)
@@ -345,7 +356,7 @@ class ModelBuffers:
                 continue
             is_whole = not self.precision(number)
             sums = _wide(tensor) + (flat if is_whole else flat / num_workers)
-            self._store(number, sums.clamp(min=0.0) if self._slots[number].is_variance else sums)
+            self._store(number, self._slots[number].bounded(sums, tensor.dtype))
 
     def to_save(self) -> dict[str, Tensor]:
         """The buffers of the model's state, by name: those that are persistent, or have changed."""

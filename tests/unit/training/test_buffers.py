@@ -159,6 +159,16 @@ def test_a_variance_does_not_pass_below_zero() -> None:
     assert norm.running_var.tolist() == [0.0, 0.75]
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.uint64])
+def test_what_several_workers_have_taken_away_is_gone(dtype: torch.dtype) -> None:
+    model = nn.Module()
+    model.register_buffer("left", torch.ones(1, dtype=dtype))
+    buffers = ModelBuffers(model)
+    for _ in range(2):
+        buffers.add({0: torch.tensor([-1.0], dtype=torch.float64)})
+    assert model.get_buffer("left").item() == 0
+
+
 def test_a_buffer_that_becomes_nan_is_named() -> None:
     model = nn.BatchNorm1d(2)
     buffers = ModelBuffers(model)
