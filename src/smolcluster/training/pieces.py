@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from smolcluster.errors import CheckpointError
+from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.training.checkpoint import (
     MODEL_FILE,
     OPTIMIZER_FILE,
@@ -37,12 +37,21 @@ DTYPES = MappingProxyType(
         torch.int16: "I16",
         torch.int32: "I32",
         torch.int64: "I64",
+        torch.uint16: "U16",
+        torch.uint32: "U32",
+        torch.uint64: "U64",
+        torch.float8_e4m3fn: "F8_E4M3",
+        torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+        torch.float8_e5m2: "F8_E5M2",
+        torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
         torch.float16: "F16",
         torch.bfloat16: "BF16",
         torch.float32: "F32",
         torch.float64: "F64",
+        torch.complex64: "C64",
     }
 )
+"""What safetensors calls them."""
 _SIZE = struct.Struct("<Q")
 
 
@@ -58,6 +67,11 @@ class Layout:
     """Where the tensors of a checkpoint of a model lie; `outline` has its names, shapes and types."""
 
     def __init__(self, outline: Replica) -> None:
+        """Lay the files out.
+
+        Raises:
+            ConfigError: the model has a tensor of a type that they cannot hold.
+        """
         model, optimizer = model_tensors(outline), optimizer_tensors(outline)
         self.headers: dict[str, bytes] = {}
         self.sizes: dict[str, int] = {}
@@ -83,6 +97,11 @@ class Layout:
         """Write a file's header; returns where each tensor begins."""
         entries, offsets, end = {}, {}, 0
         for name, tensor in tensors.items():
+            if tensor.dtype not in DTYPES:
+                raise ConfigError(
+                    f"model: {name} is {tensor.dtype}, which no checkpoint can hold: give it another type, "
+                    "or register the buffer with persistent=False"
+                )
             offsets[name], start, end = end, end, end + tensor.nbytes
             entries[name] = {
                 "dtype": DTYPES[tensor.dtype],

@@ -38,6 +38,7 @@ from smolcluster.utils.meter import MAX_SPANS, PHASES
 from smolcluster.wire.frames import Buffer, Frame, build_frame
 
 MAX_SENTENCE_CHARS = 1000
+MAX_LABEL_CHARS = 64
 MAX_BUCKET_BYTES = 64 * 1024 * 1024
 MAX_BATCH_NBYTES = 4 * 1024 * 1024 * 1024
 MAX_SETS = 16
@@ -54,6 +55,12 @@ def one_line(text: object) -> object:
     return line if len(line) <= MAX_SENTENCE_CHARS else line[: MAX_SENTENCE_CHARS - 1] + "…"
 
 
+def as_label(text: object) -> object:
+    """Make a text fit for a name that only people read: printable, on one line, and cut."""
+    line = one_line(text)
+    return line[:MAX_LABEL_CHARS] or "?" if isinstance(line, str) else line
+
+
 T = TypeVar("T")
 MAX_ENTRIES = 8192
 """Of a list. A header has room for no more."""
@@ -66,7 +73,10 @@ Positive = Annotated[int, Field(ge=1, le=2**53)]
 Byte32 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 Instance = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{8,64}$")]
 Name = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f-\x9f]{1,64}$")]
+Label = Annotated[Name, BeforeValidator(as_label)]
 Identifier = Annotated[str, StringConstraints(pattern=r"^[!-~]{1,128}$")]
+TensorName = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+"""As a module's user has named it."""
 Sentence = Annotated[
     str, BeforeValidator(one_line), StringConstraints(max_length=MAX_SENTENCE_CHARS)
 ]
@@ -94,7 +104,7 @@ SpanEntry = Annotated[
 """A phase, its start and its length, in microseconds."""
 Host = Annotated[str, StringConstraints(pattern=r"^[0-9A-Za-z.:%_-]{1,253}$")]
 MAX_CONTENTS = 16
-MAX_LAYERS, MAX_CHANGES, MAX_STAGES, MAX_WANTED, MAX_LAYER_KINDS = 4096, 512, 4096, 64, 200
+MAX_LAYERS, MAX_CHANGES, MAX_STAGES, MAX_WANTED, MAX_LAYER_KINDS = 4096, 512, 4096, 16, 200
 """So many of what a list holds have room in a header."""
 FlatPlace = Annotated[tuple[Count, Count], Strict(False)]
 """Start and stop in flat weights."""
@@ -222,7 +232,7 @@ class ServedData(HeaderModel):
     `sizes` are there where no worker has a workload of its own.
     """
 
-    name: Name
+    name: Label
     fingerprint: Identifier
     num_samples: Positive
     sizes: DataSizes | None = None
@@ -941,7 +951,7 @@ class WantState(StageMessage, kind=29):
     """Stage: send these tensors, as they were after the step of the plan."""
 
     content: Identifier
-    names: Annotated[Some[Identifier], Field(max_length=MAX_WANTED)]
+    names: Annotated[Some[TensorName], Field(max_length=MAX_WANTED)]
 
 
 class StageState(TensorMessage, StageMessage, kind=30):
@@ -952,7 +962,7 @@ class StageState(TensorMessage, StageMessage, kind=30):
 
     step: Count
     content: Identifier
-    name: Identifier
+    name: TensorName
     offset: Count
 
 

@@ -15,6 +15,7 @@ from smolcluster.wire.messages import (
     FROM_SERVER,
     FROM_WORKER,
     MAX_SENTENCE_CHARS,
+    MAX_WANTED,
     MESSAGES,
     PS,
     SESSION,
@@ -27,6 +28,8 @@ from smolcluster.wire.messages import (
     Pull,
     Push,
     Reject,
+    ServedData,
+    WantState,
     check_kind,
     decode,
     encode,
@@ -270,6 +273,19 @@ def test_a_sentence_is_one_printable_line() -> None:
     long = Reject(code="busy", sentence="first\nsecond\x1b[0m " + "x" * 5000)
     assert long.sentence.startswith("first second [0m x")
     assert len(long.sentence) == MAX_SENTENCE_CHARS
+
+
+def test_a_user_may_give_data_any_name() -> None:
+    named = [ServedData(name=each, fingerprint="a", num_samples=1).name for each in NAMES]
+    assert named == ["größe 2", 64 * "x", "?"]
+
+
+NAMES = ("größe\n2", 100 * "x", "\0")
+
+
+def test_the_longest_names_of_tensors_fit_in_a_header() -> None:
+    names = MAX_WANTED * (512 * "\x01",)
+    assert len(encode(WantState(attempt=1, content="weights", names=names))) <= MAX_HEADER_NBYTES
 
 
 def test_a_message_without_tensor_has_no_payload() -> None:

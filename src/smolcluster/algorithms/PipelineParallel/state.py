@@ -1,7 +1,7 @@
 """A pipeline's state on its way: from the stages to the server's disk, and back to stages of another cut.
 
     server: KeepStages -> each stage: its tensors in pieces, StageKept -> a checkpoint, as of any other run
-    server: Planned    -> each stage: WantState, 64 names at a time    -> the pieces of these
+    server: Planned    -> each stage: WantState, 16 names at a time    -> the pieces of these
 
 Tensors have the model's own names, so that a cut is nothing that a checkpoint knows of.
 """

@@ -18,9 +18,10 @@ from smolcluster.algorithms.PipelineParallel.state import (
     state_frames,
     tensors_of,
 )
-from smolcluster.errors import ProtocolError
+from smolcluster.errors import ConfigError, ProtocolError
 from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.checkpoint import CheckpointStore, TrainingState, fill
+from smolcluster.training.pieces import Layout
 from smolcluster.training.replica import Replica
 from smolcluster.training.workload import Workload
 from smolcluster.wire.frames import Frame
@@ -174,19 +175,33 @@ class Frozen(nn.Linear):
 
     def __init__(self) -> None:
         super().__init__(4, 4)
+        for dtype in (torch.complex64, torch.uint16, torch.uint64, torch.float8_e4m3fn):
+            values = torch.randint(100, (3,)).to(dtype)
+            self.register_buffer(str(dtype).partition(".")[2], values)
         images = torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last)
         self.images = nn.Parameter(images, requires_grad=False)
         self.turned = nn.Parameter(torch.rand(3, 2).t(), requires_grad=False)
         self.register_buffer("expanded", torch.rand(3, 1).expand(3, 4))
 
 
-def test_tensors_of_any_layout_arrive_as_they_were(tmp_path: Path) -> None:
+class Named(nn.Module):
+    """Its layer has a name that is no word of ASCII."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tasks = nn.ModuleDict({f"die größte Aufgabe {'x' * 200}": Frozen()})
+
+    def stages(self) -> list[nn.Module]:
+        return [*self.tasks.values()]
+
+
+def test_tensors_of_any_name_type_and_layout_arrive_as_they_were(tmp_path: Path) -> None:
     log = logging.getLogger("test")
-    model = Workload(lambda: nn.Sequential(Frozen()), cross_entropy, [(torch.zeros(4), 0)])
+    model = Workload(Named, cross_entropy, [(torch.zeros(4), 0)])
     [theirs], [ours] = stages_of(model, [0, 1]), stages_of(model, [0, 1])
     with torch.no_grad():
         for _, _, tensor in tensors_of(ours):
-            fill(tensor, torch.zeros(tensor.shape))
+            fill(tensor, torch.zeros(tensor.shape).to(tensor.dtype))
     store = CheckpointStore(tmp_path / "checkpoints", 2, log)
     with closing(Keeper(store, Replica(whole(model), "sgd"), log)) as keeper:
         keeper.begin(1, STATE)
@@ -201,7 +216,14 @@ def test_tensors_of_any_layout_arrive_as_they_were(tmp_path: Path) -> None:
                 loader.take(message, bytearray(payload))
     assert loader.is_whole
     for (_, name, one), (*_, other) in zip(tensors_of(ours), tensors_of(theirs), strict=True):
-        assert torch.equal(one, other), name
+        assert torch.equal(*(each.contiguous().view(torch.uint8) for each in (one, other))), name
+
+
+def test_a_tensor_that_no_file_holds_is_named() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("wave", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(ConfigError, match=r"model: wave is torch\.complex128"):
+        Layout(Replica(model, "sgd"))
 
 
 def state_piece(frame: Frame) -> tuple[StageState, memoryview]:
