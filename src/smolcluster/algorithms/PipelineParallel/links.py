@@ -192,6 +192,15 @@ class Links(Transport):
         if self._mailbox.is_interrupted():
             self._stop.set()
 
+    def check(self, attempt: int) -> None:
+        """See to it that no neighbour of this attempt was lost after it had been reached.
+
+        Raises:
+            PeerLost: one was, and may wait for this stage, which it has lost before.
+        """
+        if attempt == self._route.attempt:
+            self._mailbox.check(self._route.neighbours)
+
     def begin_step(self, step: int, *, is_counted: bool = False) -> None:
         """The steps before it are over: what still comes of them is dropped.
 
@@ -278,7 +287,7 @@ class Links(Transport):
             self._known = {each.rank: each for each in (own, *route.neighbours)}
             gone = [self._outboxes.pop(each) for each in set(self._outboxes) - wanted]
             for instance in set(self._relayed) - wanted:
-                del self._relayed[instance]
+                self._relayed.pop(instance).close()
         for outbox in gone:
             outbox.cut("it is no neighbour any more")
 
@@ -502,11 +511,19 @@ class _Incoming(Receiver):
     def place_for(self, message: Message) -> memoryview | None:
         """Where a piece belongs; None: nowhere.
 
+        What its sender has begun before the server lost it, and relayed no more of, is given up for a new
+        tree, and so is the rest of a tree whose beginning was given up.
+
         Raises:
             ProtocolError: it is not the piece that must come, or there is no memory for the whole.
         """
-        is_piece = isinstance(message, Transfer | Relayed) and message.piece
-        return self._trees.place_for(message) if is_piece else None
+        if not isinstance(message, Transfer | Relayed) or message.piece is None:
+            return None
+        if not message.piece.offset:
+            self.close()
+        elif not self.in_progress:
+            return None
+        return self._trees.place_for(message)
 
     def __call__(self, message: Message, _payload: memoryview) -> None:
         """A piece lies in its place; what it completes is decoded and left for the thread that computes.
@@ -540,5 +557,6 @@ class _Incoming(Receiver):
 
     def close(self) -> None:
         """Give back what was taken for something that did not come whole."""
+        self._trees.first = None
         if (memory := self._trees.take_back()) is not None:
             self._mailbox.release(memory.numel())

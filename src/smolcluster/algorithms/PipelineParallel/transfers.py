@@ -8,7 +8,7 @@ is woken when a neighbour is lost, or when the coordinator has decided otherwise
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import copy
 from typing import Literal, NamedTuple
 
@@ -174,6 +174,17 @@ class Mailbox:
             self._held_nbytes -= nbytes
         return tree
 
+    def check(self, peers: Iterable[StageNeighbour]) -> None:
+        """See to it that none of these is lost.
+
+        Raises:
+            PeerLost: one is.
+        """
+        with self._changed:
+            for peer in peers:
+                if (reason := self._lost.get(peer.instance)) is not None:
+                    raise PeerLost(f"{peer} is lost: {reason}")
+
     def wait_for(
         self,
         is_ready: Callable[[], object],
@@ -197,8 +208,7 @@ class Mailbox:
                     raise copy(self._interrupted[1])
                 if is_ready():
                     return
-                if (reason := self._lost.get(peer.instance)) is not None:
-                    raise PeerLost(f"{peer} is lost: {reason}")
+                self.check([peer])
                 if (now := progress()) != so_far:
                     so_far, deadline = now, Deadline(timeout_s)
                 if deadline.expired:

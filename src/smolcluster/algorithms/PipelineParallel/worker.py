@@ -194,6 +194,8 @@ class Worker:
                     attempt=self.plan.attempt, reason=reason, out_of_memory=True
                 )
             ):
+                if event is None:
+                    self.check_neighbours()
                 self.handle(event, place)
         except PlanChanged:
             pass  # which comes next
@@ -248,6 +250,15 @@ class Worker:
             case MessageReceived(message=CopyPiece() as piece) if self.is_planned(piece.attempt):
                 if self.copy.arrive(piece, event.payload):
                     self.link.send(StageKept(attempt=piece.attempt, step=piece.turn))
+
+    def check_neighbours(self) -> None:
+        """See to it that nobody waits for this stage to connect, which believes that all are ready.
+
+        Raises:
+            PeerLost: a neighbour was lost before the first turn of the plan, and may wait so.
+        """
+        if self.stages and self.turn == self.plan.turn:
+            self.links.check(self.plan.attempt)
 
     def measure_link(self, wanted: MeasureLink) -> None:
         """Say how much is carried from here to another worker, or why that is not known.

@@ -32,7 +32,7 @@ from smolcluster.errors import (
 from smolcluster.training.schedules.instructions import Instruction, Op
 from smolcluster.wire import node
 from smolcluster.wire.handshake import introduce
-from smolcluster.wire.messages import HostPort, StageNeighbour, Transfer, TransferPiece
+from smolcluster.wire.messages import HostPort, StageNeighbour, TensorSpec, Transfer, TransferPiece
 from smolcluster.wire.node import Node
 from smolcluster.wire.security import Secret
 from smolcluster.wire.streams import byte_frames
@@ -390,18 +390,20 @@ def test_who_computes_waits_when_the_link_does_not_keep_up(
     assert torch.equal(high.links.receive(forward(1, 1)), values(200, seed=1))
 
 
-def arrive(incoming: _Incoming, data: bytes) -> None:
-    """Let it take this as the input of the first microbatch."""
+def arrive(incoming: _Incoming, data: bytes, halves: slice = slice(2)) -> None:
+    """Let it take this, or half of it, as the input of the first microbatch."""
     key = Key(attempt=1, step=0, direction="forward", stage=0, microbatch=0)
-    piece = TransferPiece(**key._asdict(), offset=0, nbytes=len(data))
-    [frame] = byte_frames(
-        lambda tensor, **_: Transfer(piece=piece, tensor=tensor), [memoryview(data)]
-    )
-    message, payload = opened(frame)
-    place = incoming.place_for(message)
-    assert place is not None
-    place[:] = payload
-    incoming(message, payload)
+
+    def piece(offset: int, tensor: TensorSpec) -> Transfer:
+        at = TransferPiece(**key._asdict(), offset=offset, nbytes=len(data))
+        return Transfer(piece=at, tensor=tensor)
+
+    half = len(data) // 2
+    frames = byte_frames(piece, [memoryview(data)[:half], memoryview(data)[half:]])
+    for message, payload in map(opened, [*frames][halves]):
+        if (place := incoming.place_for(message)) is not None:
+            place[:] = payload
+        incoming(message, payload)
 
 
 def test_what_is_refused_holds_no_memory() -> None:
@@ -416,6 +418,31 @@ def test_what_is_refused_holds_no_memory() -> None:
     mailbox.reserve(len(tree))
     with pytest.raises(ProtocolError, match="wait already"):
         mailbox.reserve(1)
+
+
+def test_half_a_tree_of_a_lost_sender_is_given_up_for_the_next_one() -> None:
+    tree = b"".join(encode(values(4), "fp32").pieces)
+    mailbox = Mailbox(2 * len(tree))
+    incoming = _Incoming("neighbour", mailbox)
+    arrive(incoming, tree, slice(1))
+    arrive(incoming, tree)
+    assert mailbox._held_nbytes == len(tree)
+    arrive(incoming, tree, slice(1, 2))
+    arrive(incoming, tree, slice(1))
+    incoming.close()
+    assert mailbox._held_nbytes == len(tree), "of halves nothing is held"
+
+
+def test_a_neighbour_that_is_lost_once_all_are_ready_is_known(stages: MakeStages) -> None:
+    """It may have lost this stage first, and wait for it, while this one waits for samples."""
+    low, high = made = stages(2)
+    connect(made)
+    high.links.check(1)
+    low.links.close()
+    eventually(lambda: low.known.instance in high.links._mailbox._lost)
+    high.links.check(2)
+    with pytest.raises(PeerLost, match=r"stage 0 \(node0\) is lost"):
+        high.links.check(1)
 
 
 def test_a_neighbour_is_not_taken_for_another_one(

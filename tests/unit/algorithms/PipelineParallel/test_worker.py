@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from pipelines import gpt, stages_of
 from smolcluster.algorithms.PipelineParallel.worker import PlanChanged, Worker
+from smolcluster.errors import PeerLost
 from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.workload import Workload
 from smolcluster.utils.meter import Meter
@@ -20,6 +21,7 @@ from smolcluster.wire.messages import (
     Message,
     Planned,
     StageNeighbour,
+    StageReady,
 )
 
 PLAN = Planned(attempt=1, turn=0, rank=0, cuts=(0, 2), ranks=(0,), neighbours=(), step=3)
@@ -42,6 +44,21 @@ def test_what_ends_a_plan_is_heard_while_the_state_is_loaded(message: Message) -
     with pytest.raises(PlanChanged):
         worker.load_state(PLAN)
     assert worker.newest is event
+
+
+@pytest.mark.parametrize(("turn", "is_told"), [(0, True), (1, False)])
+def test_a_neighbour_that_is_lost_before_the_first_turn_is_told_of(
+    turn: int, is_told: bool
+) -> None:
+    """It may have lost this stage before it was ready itself; later, computing finds out."""
+    worker = Worker(Mock(), Mock())
+    worker.plan, worker.turn, worker.stages = PLAN, turn, {0: Mock()}
+    worker.link = Mock(next_event=Mock(return_value=None), is_cut=False)
+    worker.links = Mock(check=Mock(side_effect=PeerLost("stage 1 is lost")))
+    worker.training.replica.meter = Meter()
+    worker.follow(Mock())
+    told = [call.args[0] for call in worker.link.send.call_args_list]
+    assert told == is_told * [StageReady(attempt=1, reason="stage 1 is lost")]
 
 
 class Counting(nn.Linear):
