@@ -19,6 +19,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import mmap
 import os
 import re
 import secrets
@@ -63,6 +64,8 @@ BEST = "best"
 MAX_STATE_NBYTES = 16 * 1024 * 1024
 EXIT_TIMEOUT_S = 120.0
 PROGRESS_S = 0.5
+FLUSHED_NBYTES, HASHED_NBYTES = 64 << 20, 1 << 20
+"""Of a file, flushed and hashed at once: a multiple of the system's pages."""
 
 _TENSOR_FILES = frozenset({MODEL_FILE, OPTIMIZER_FILE})
 _ASIDE = re.compile(r"\.step-(\d{8,16})\.old\.tmp")
@@ -225,13 +228,15 @@ class CheckpointStore:
         self._keep_last = keep_last
         self._log = log
         self._now = now
+        self._sealed_nbytes = 0
+        """Of drafts, flushed or hashed so far."""
 
     def draft_nbytes(self) -> int:
-        """Sum of the sizes of the files of what is no checkpoint yet."""
+        """What has been written of drafts, and flushed and hashed: it changes while the disk gets on."""
         with suppress(OSError):  # it was renamed meanwhile
             files = (file for draft in self.folder.glob(_HIDDEN) for file in draft.glob("*"))
-            return sum(file.stat().st_size for file in files)
-        return 0
+            return self._sealed_nbytes + sum(file.stat().st_size for file in files)
+        return self._sealed_nbytes
 
     def save(self, snapshot: Snapshot) -> Path:
         """Write a checkpoint, let `latest` and `best` point right, and delete those no longer kept.
@@ -422,9 +427,10 @@ class CheckpointStore:
         """Flush the tensor files in `draft`, and write beside them what belongs to them."""
         files = {}
         for name in (MODEL_FILE, OPTIMIZER_FILE):
+            _flush(draft / name, self._got_on)
             _sync(draft / name)
             nbytes = (draft / name).stat().st_size
-            files[name] = FileEntry(nbytes=nbytes, sha256=_sha256(draft / name))
+            files[name] = FileEntry(nbytes=nbytes, sha256=_sha256(draft / name, self._got_on))
         written = CheckpointState(
             **state.model_dump(),
             model_fingerprint=model_fingerprint,
@@ -437,6 +443,9 @@ class CheckpointStore:
         _sync(path)
         _sync(draft)
         return written
+
+    def _got_on(self, nbytes: int) -> None:
+        self._sealed_nbytes += nbytes
 
     def _put_in_place(self, draft: Path, place: Path) -> None:
         aside = self.folder / f".{place.name}.old.tmp"
@@ -547,7 +556,7 @@ class CheckpointWriter:
         over.set()
 
     def _see_growth(self, over: threading.Event) -> None:
-        """Count how often files grew; in a thread, for a disk that hangs does not answer."""
+        """Count how often the disk got on; in a thread, for a disk that hangs does not answer."""
         known = self._store.draft_nbytes()
         while not over.wait(PROGRESS_S):
             nbytes = self._store.draft_nbytes()
@@ -946,9 +955,32 @@ def _describe(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _sha256(path: Path, on_read: Callable[[int], None] = lambda _: None) -> str:
+    """`on_read` is called with the number of bytes as they are read."""
+    digest, memory = hashlib.sha256(), memoryview(bytearray(HASHED_NBYTES))
+    with path.open("rb", buffering=0) as file:
+        while num := file.readinto(memory):
+            digest.update(memory[:num])
+            on_read(num)
+    return digest.hexdigest()
+
+
+def _flush(path: Path, on_flushed: Callable[[int], None]) -> None:
+    """Flush a large file but for its end; `on_flushed` is called with the number of bytes meanwhile.
+
+    `fsync` would take minutes where the system has much in its memory that the disk takes slowly, and tell
+    nobody how far it is.
+    """
+    last = path.stat().st_size - FLUSHED_NBYTES
+    with path.open("r+b") as file:
+        for start in range(0, last, FLUSHED_NBYTES):
+            try:
+                memory = mmap.mmap(file.fileno(), FLUSHED_NBYTES, offset=start)
+            except OSError:
+                return  # some network and FUSE file systems map no files
+            with memory:
+                memory.flush()
+            on_flushed(FLUSHED_NBYTES)
 
 
 def _sync(path: Path) -> None:

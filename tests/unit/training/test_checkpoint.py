@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import math
+import mmap
 import os
 import re
 import resource
@@ -1111,6 +1112,18 @@ def test_a_last_checkpoint_that_gets_on_is_waited_for_and_said_to(
         writer.submit(snapshot_of(1))
     assert told[:4] == [1, 2, 3, 4]
     assert not lines and store.saved == [1]
+
+
+def test_a_checkpoint_gets_on_as_it_is_flushed_and_hashed(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = mmap.ALLOCATIONGRANULARITY
+    monkeypatch.setattr(room, "FLUSHED_NBYTES", page)
+    replica = Replica(nn.Linear(page, 1), "sgd")
+    place = store.save(snapshot_of(1, replica))
+    sizes = [(place / name).stat().st_size for name in (MODEL_FILE, OPTIMIZER_FILE)]
+    assert sizes[0] // page == 4
+    assert store.draft_nbytes() == sum(sizes) + 4 * page
 
 
 def test_a_last_checkpoint_that_lies_there_already_does_not_get_on(
