@@ -30,6 +30,8 @@ class KeptSteps:
         """Write `tensors` for `step`, whole or not at all, and delete those before the last `keep_last`."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            for left in self.folder.glob(".step-*.tmp"):  # by a process that was killed as it saved
+                left.unlink(missing_ok=True)
             with replacing(self._place(step)) as draft:
                 save_file({name: on_cpu(tensor) for name, tensor in tensors.items()}, draft)
             for old in self.steps()[:-keep_last]:

@@ -43,6 +43,13 @@ def test_a_run_that_goes_on_from_earlier_has_no_later_ones(kept: KeptSteps) -> N
     assert kept.steps() == [20, 40]
 
 
+def test_what_a_killed_process_has_not_finished_goes_with_the_next(kept: KeptSteps) -> None:
+    kept.folder.mkdir()
+    (kept.folder / ".step-00000020.safetensors.1a2b3c4d.tmp").touch()
+    kept.save(40, values(40), keep_last=2)
+    assert [path.name for path in kept.folder.iterdir()] == ["step-00000040.safetensors"]
+
+
 def test_there_may_be_none(kept: KeptSteps) -> None:
     assert kept.load(10) is None
     kept.save(20, values(20), keep_last=1)
