@@ -94,7 +94,7 @@ def _resume_here(
     with run_lock(paths.lock):  # the server takes it again
         settings = load_resolved(paths.config)
         store = store_of(paths)
-        checkpoint = store.newest_good()
+        checkpoint = store.newest_good(is_loaded=False)
         name = checkpoint.state.algorithm if checkpoint else _algorithm(paths)
     if checkpoint is None and store.count():
         raise CheckpointError(
