@@ -126,16 +126,23 @@ class PieceWriter:
         """
         self._layout, self._lock = layout, threading.Lock()
         self._left = {each: place.nbytes for each, place in layout.places.items()}
-        self._files = {
-            name: os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-            for name in layout.headers
-        }
+        self._files: dict[str, int] = {}
+        try:
+            self._begin(folder, step)
+        except OSError:
+            self.close()
+            raise
+
+    def _begin(self, folder: Path, step: int) -> None:
+        layout = self._layout
         for name, header in layout.headers.items():
-            os.pwrite(self._files[name], header, 0)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+            self._files[name] = os.open(folder / name, flags, 0o666)
+            _write_whole(self._files[name], header, 0)
             os.ftruncate(self._files[name], layout.sizes[name])
         if layout.step_count is not None:
             count = torch.tensor(float(step), dtype=torch.float32).numpy().tobytes()
-            os.pwrite(self._files[OPTIMIZER_FILE], count, layout.step_count)
+            _write_whole(self._files[OPTIMIZER_FILE], count, layout.step_count)
 
     def write(self, content: str, name: str, offset: int, data: memoryview) -> bool:
         """Write a piece; False: there is no such place.
@@ -146,7 +153,7 @@ class PieceWriter:
         place = self._layout.places.get((content, name))
         if place is None or offset + data.nbytes > place.nbytes:
             return False
-        os.pwrite(self._files[place.file], data, place.start + offset)
+        _write_whole(self._files[place.file], data, place.start + offset)
         with self._lock:
             self._left[content, name] -= data.nbytes
         return True
@@ -204,6 +211,18 @@ class PieceReader:
                     yield offset, file.read(min(nbytes, place.nbytes - offset))
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _write_whole(descriptor: int, data: bytes | memoryview, offset: int) -> None:
+    """Write all of `data`, of which the system may take a part at a time, such as on a disk that gets full.
+
+    Raises:
+        OSError: it takes no more.
+    """
+    left = memoryview(data)
+    while left:
+        num = os.pwrite(descriptor, left, offset)
+        left, offset = left[num:], offset + num
 
 
 def _offsets(path: Path) -> dict[str, tuple[int, int]]:
