@@ -6,7 +6,7 @@ That is the server of a cluster, or the one process of `train`.
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +37,7 @@ from smolcluster.runs.summary import Summary, sample_shown, table, write_summary
 from smolcluster.server.records import open_records, open_run
 from smolcluster.server.report import never_begun
 from smolcluster.training.build import TrainingContext, build
+from smolcluster.training.checkpoint import CheckpointStore
 from smolcluster.training.first_loss import first_losses
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES
 from smolcluster.training.workload import Workload
@@ -44,7 +45,7 @@ from smolcluster.utils.addresses import is_loopback_name
 from smolcluster.utils.device import pick_device, use_threads
 from smolcluster.utils.folders import user_state
 from smolcluster.utils.stopping import StopRequest
-from smolcluster.utils.words import show
+from smolcluster.utils.words import as_command, show
 from smolcluster.wire.security import Secret
 
 LOCAL_BUCKET_BYTES = 4 << 20
@@ -89,6 +90,10 @@ def own_run(
 
     `run_id` None: a new one; `resume`: as `--resume`. Progress, and what came of the run, are shown on
     `progress` and `output`; None: nowhere.
+
+    Raises:
+        CheckpointError: it cannot go on; or its last step is not saved, so that it has no summary and goes on
+            with `resume`.
     """
     settings, algorithm = owner.settings, owner.algorithm
     with (
@@ -137,11 +142,24 @@ def own_run(
                 )
                 summary = body(context)
             # A signal that comes from here on has nothing to stop any more; a second one ends this, too.
-            _conclude(paths, summary, log, output)
+            is_saved = _is_saved(claimed.store, summary)
+            _conclude(paths, summary, log, output, is_saved=is_saved)
             write_artifacts(paths, training, log.logger)
             if output and paths.sample.is_file():
                 log.print(output, shown_text(output, sample_shown(paths)))
+        if not is_saved:
+            raise CheckpointError(
+                f"step {summary.steps}, the last one of run {paths.run_id}, is not saved, see the log; "
+                f"{as_command('resume', paths.run_id)} goes on from its newest checkpoint"
+            )
     return summary
+
+
+def _is_saved(store: CheckpointStore, summary: Summary) -> bool:
+    """Whether the checkpoint to go on from is that of the run's last step."""
+    with suppress(CheckpointError):
+        return (store.newest_step() or 0) == summary.steps
+    return False
 
 
 @contextmanager
@@ -265,9 +283,13 @@ def _leaves(section: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, 
             yield f"{above}{name}", value
 
 
-def _conclude(paths: RunPaths, summary: Summary, log: NodeLog, output: Console | None) -> None:
+def _conclude(
+    paths: RunPaths, summary: Summary, log: NodeLog, output: Console | None, *, is_saved: bool
+) -> None:
+    """Show what came of the run, and write it down where its end `is_saved`: it has ended then."""
     try:
-        write_summary(paths.summary, summary)
+        if is_saved:
+            write_summary(paths.summary, summary)
     except SmolclusterError:
         output = output or SteadyConsole(stderr=True)  # then at least a person shall see it
         raise

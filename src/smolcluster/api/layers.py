@@ -62,9 +62,13 @@ def initial_weights(model: nn.Module, context: ServerContext) -> Path | None:
 def load_newest(model: nn.Module, context: ServerContext, step: int) -> None:
     """Give a model the weights of the run's end, which is `step`.
 
+    One that is not saved is for the run's owner to say, when all else is written.
+
     Raises:
-        CheckpointError: they could not be saved.
+        CheckpointError: they are lost.
     """
+    if context.store is not None and context.store.newest_step() != step:
+        return
     checkpoint = None if context.store is None else context.store.newest_good()
     if checkpoint is None or checkpoint.state.step != step:
         raise CheckpointError(

@@ -144,7 +144,7 @@ class RunStatus(WithMetrics):
         {}, validation_alias=PROCESS_STATS, description="What the owner measured of itself last."
     )
     trouble: str | None = Field(
-        None, description="What cannot be saved because the disk is full; null: nothing."
+        None, description="What cannot be saved, such as because the disk is full; null: nothing."
     )
     workers: list[WorkerStatus]
     ranks: list[RankStatus] = Field(

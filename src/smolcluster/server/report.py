@@ -58,12 +58,13 @@ from smolcluster.server.tally import COUNTS, Counts, Dropped
 from smolcluster.server.worker import Listener, Worker
 from smolcluster.training import hooks
 from smolcluster.training.build import TrainingContext
-from smolcluster.training.checkpoint import Progress, TrainingState
+from smolcluster.training.checkpoint import Progress, TrainingState, is_out_of_space
 from smolcluster.training.evaluate import Evaluation
 from smolcluster.training.loop import StepTaken
 from smolcluster.utils.cadence import Cadence
 from smolcluster.utils.stopping import as_raised
-from smolcluster.wire.messages import LeaseKey, Logged, Telemetry
+from smolcluster.utils.words import one_line
+from smolcluster.wire.messages import MAX_SENTENCE_CHARS, LeaseKey, Logged, Telemetry
 
 OWN_STATS_EVERY_S = 1.0
 NUM_LAYERED_FIRST, LAYERED_EVERY_S = 1000, 60.0
@@ -252,13 +253,17 @@ class Report(Listener):
         self._records.events.write(CheckpointSaved(step=step))
         self._hooks.tell(hooks.CheckpointSaved(step, folder))
 
-    def has_no_space(self, step: int) -> None:
-        """The disk was too full for the checkpoint of this step. Any thread."""
-        self._unsaved = f"step {step} is not saved: no space is left on the disk of {self._node}"
+    def not_saved(self, step: int, error: Exception) -> None:
+        """There is no checkpoint of this step, because of an error. Any thread."""
+        if is_out_of_space(error):
+            why = f"no space is left on the disk of {self._node}"
+        else:
+            why = str(error) if isinstance(error, SmolclusterError) else repr(error)
+        self._unsaved = one_line(f"step {step} is not saved: {why}")[:MAX_SENTENCE_CHARS]
 
     @property
     def trouble(self) -> str:
-        """What cannot be saved for lack of space; empty: nothing. Any thread."""
+        """What cannot be saved, and why; empty: nothing. Any thread."""
         status = self._records.status
         if status is not None and status.has_full_disk:
             return no_space_on(self._node)

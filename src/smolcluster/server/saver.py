@@ -79,7 +79,7 @@ class Saver:
                 report.saved,
                 report.flush,
                 on_progress=on_progress,
-                on_no_space=report.has_no_space,
+                on_not_saved=report.not_saved,
             )
         self._copier = executor_beside(source.replica.device, "copier")
         self._copying: Future[Snapshot] | None = None
@@ -166,6 +166,7 @@ class Saver:
             self._copied = copying.result()
         except Exception as error:  # a run is worth more than its checkpoint
             self._log.warning("step %d is not saved: %r", self._newest_step, error)
+            self._report.not_saved(self._newest_step, error)
             self._newest_step = 0
 
     def tick(self) -> None:

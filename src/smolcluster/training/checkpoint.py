@@ -326,6 +326,17 @@ class CheckpointStore:
         """
         return self._first_good(self._newest_first(), is_loaded=is_loaded)
 
+    def newest_step(self) -> int | None:
+        """That of the checkpoint to go on from, which is whole at a glance; None: there is none.
+
+        Raises:
+            CheckpointError: the folder cannot be read.
+        """
+        for path in self._newest_first():
+            with suppress(CheckpointError):
+                return _read_state(path).step
+        return None
+
     def make_latest(self, step: int) -> None:
         """Let a checkpoint be the one to go on from, whatever was trained after it.
 
@@ -498,18 +509,18 @@ class CheckpointWriter:
         before_saving: Callable[[], None] = lambda: None,
         on_progress: Callable[[], None] = lambda: None,
         *,
-        on_no_space: Callable[[int], None] = lambda _: None,
+        on_not_saved: Callable[[int, Exception], None] = lambda *_: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """In the writer's thread `before_saving` is called before a step is saved, and `on_saved` when it is,
-        with the step and its folder, or `on_no_space` when the disk was too full; `on_progress` in the thread
-        that waits for the end, as files grow.
+        with the step and its folder, or `on_not_saved`, with why it is not; in the thread that waits for the
+        end `on_progress`, as the disk gets on, and `on_not_saved` when it does not.
         """
         self._store = store
         self._log = log
         self._on_saved = on_saved
         self._before_saving = before_saving
-        self._on_progress, self._on_no_space = on_progress, on_no_space
+        self._on_progress, self._on_not_saved = on_progress, on_not_saved
         self._now = now
         self._grown = 0
         self._changed = threading.Condition()
@@ -518,6 +529,7 @@ class CheckpointWriter:
         self._spare: Snapshot | None = None
         self._ending = False
         self._reported: set[object] = set()
+        self._submitted_step: int | None = None
         self._saved_step: int | None = None
         self._failed_step: int | None = None
         self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
@@ -542,6 +554,9 @@ class CheckpointWriter:
                 f"the last checkpoint is still being written after {format_duration(EXIT_TIMEOUT_S)} and is "
                 f"given up; the one before it is the newest: look at the disk of {self._store.folder}"
             )
+            if self._submitted_step is not None:
+                stuck = CheckpointError(f"look at the disk of {self._store.folder}, which hangs")
+                self._on_not_saved(self._submitted_step, stuck)
 
     def _wait_while_it_grows(self) -> None:
         over = threading.Event()
@@ -570,6 +585,7 @@ class CheckpointWriter:
         """
         with self._changed:
             dropped, self._waiting = self._waiting, snapshot
+            self._submitted_step = snapshot.state.step
             self._spare = dropped or self._spare
             self._changed.notify_all()
         if dropped is not None:
@@ -631,8 +647,7 @@ class CheckpointWriter:
             cause = error.__cause__ if known else error
             kind = _errno(error.__cause__) or type(cause)
             self._failed_step = step
-            if _errno(cause) in FULL:
-                self._on_no_space(step)
+            self._on_not_saved(step, error)
             if kind not in self._reported:
                 self._reported.add(kind)
                 said, trace = (error, None) if known else (repr(error), error)
@@ -1037,6 +1052,12 @@ def _errno(error: BaseException | None) -> int | None:
         return error.errno
     match = _OS_ERROR.search(str(error))
     return int(match[1]) if match else None
+
+
+def is_out_of_space(error: Exception) -> bool:
+    """Whether that is why a checkpoint is not saved."""
+    cause = error.__cause__ if isinstance(error, CheckpointError) else error
+    return _errno(cause) in FULL
 
 
 def _reason(error: Exception) -> str:

@@ -411,7 +411,7 @@ class Heartbeat(Message, kind=12):
     """Either side: still alive, at `sent_at`; and when the peer's last heartbeat was sent and came.
 
     The four moments of a pair of heartbeats give the round trip and the difference of the clocks (NTP,
-    RFC 5905). Server: `trouble` is what it cannot do at the moment, because its disk is full.
+    RFC 5905). Server: `trouble` is what it cannot save at the moment, and why.
     """
 
     sent_at: Moment

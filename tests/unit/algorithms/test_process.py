@@ -43,7 +43,7 @@ from smolcluster.wire.dialling import Address
 from smolcluster.wire.security import default_secret_path, ensure_secret
 from waiting import DEADLINE_S
 
-SUMMARY = summary_of(1, train_loss=0.25)
+SUMMARY = summary_of(1, train_loss=0.25).model_copy(update={"steps": 0})
 
 
 @pytest.fixture(autouse=True)

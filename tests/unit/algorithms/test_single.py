@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from smolcluster.configs.schema import (
     TrainConfig,
 )
 from smolcluster.data.dataset import Batch, Place
-from smolcluster.errors import NonFiniteLoss
+from smolcluster.errors import CheckpointError, NonFiniteLoss
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks.jsonl import follow_metrics
@@ -47,6 +48,7 @@ from smolcluster.training import builtin, compute
 from smolcluster.training.buffers import ModelBuffers
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.builtin import accuracy
+from smolcluster.training.checkpoint import CheckpointStore
 from smolcluster.training.compute import BatchLoss, Microbatch
 from smolcluster.training.replica import Replica
 from smolcluster.training.workload import LossFunction, Terms, Workload
@@ -211,6 +213,23 @@ def test_a_diverging_run_ends_with_an_event_and_without_a_summary(tmp_path: Path
     assert read_status(paths.status).state == "failed"
     assert read_status(paths.status).reason == end.reason
     assert json.loads(paths.events.read_text().splitlines()[-1])["kind"] == "run_ended"
+
+
+def test_a_run_whose_last_step_is_not_saved_has_not_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither to who waits for it nor to who resumes it; here it had ended well before."""
+    *_, paths = run(tmp_path, digits_config(num_epochs=1))
+    with (
+        monkeypatch.context() as disk,
+        pytest.raises(CheckpointError, match="step 30, the last one of run single-test"),
+    ):
+        disk.setattr(CheckpointStore, "save", Mock(side_effect=CheckpointError("a full disk")))
+        run(tmp_path, digits_config(num_epochs=2), resume="single-test")
+    assert read_status(paths.status).trouble == "step 30 is not saved: a full disk"
+    assert not paths.summary.exists()
+    summary, *_ = run(tmp_path, digits_config(num_epochs=2), resume="single-test")
+    assert summary.steps == 30
 
 
 def test_norms_of_layers_are_measured_as_often_as_they_are_kept(

@@ -13,7 +13,7 @@ from peers import DEADLINE_S, Echo, HandledHub, Parts, hello, server_parts
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.configs.schema import MeshSizes
 from smolcluster.data.permutation import Range
-from smolcluster.errors import NonFiniteLoss, SmolclusterError
+from smolcluster.errors import CheckpointError, NonFiniteLoss
 from smolcluster.runs import status as status_module
 from smolcluster.runs.events import RunStarted, read_events
 from smolcluster.runs.status import RunStatus, StatusFile, read_status
@@ -253,18 +253,31 @@ def test_who_took_part_to_the_end_is_joined_when_it_is_over(board: Board) -> Non
     ]
 
 
-def test_what_a_full_disk_keeps_from_being_saved_is_told_until_it_is(
+def full_disk() -> CheckpointError:
+    error = CheckpointError("cannot write")
+    error.__cause__ = OSError(errno.ENOSPC, "no space")
+    return error
+
+
+def test_what_cannot_be_saved_is_told_until_it_is(
     board: Board, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     report = board.context.new_report()
     assert (board.read(report).trouble, report.trouble) == (None, "")
-    report.has_no_space(7)
-    assert "step 7 is not saved: no space is left" in (board.read(report).trouble or "")
+    for error, why in (
+        (full_disk(), f"no space is left on the disk of {board.context.node}"),
+        (CheckpointError("cannot write"), "cannot write"),
+        (MemoryError("no\nroom"), r"MemoryError('no\nroom')"),
+    ):
+        report.not_saved(7, error)
+        assert board.read(report).trouble == report.trouble == f"step 7 is not saved: {why}"
+    report.not_saved(7, CheckpointError(2000 * "x"))
+    assert len(report.trouble) == 1000, "as a heartbeat takes it"
     report.saved(8, tmp_path)
     assert board.read(report).trouble is None
 
     def is_full(*_: object) -> None:
-        raise SmolclusterError("cannot write") from OSError(errno.ENOSPC, "no space")
+        raise full_disk()
 
     with monkeypatch.context() as disk:
         disk.setattr(status_module, "write_status", is_full)

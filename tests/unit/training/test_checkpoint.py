@@ -532,6 +532,18 @@ def test_what_a_crash_left_aside_is_put_back_before_anything_else(
     assert newest(store).path == place
 
 
+def test_the_step_to_go_on_from_is_that_of_the_newest_whole_checkpoint(
+    store: CheckpointStore,
+) -> None:
+    assert store.newest_step() is None
+    save(store, 1, 2, 3)
+    assert store.newest_step() == 3
+    store.make_latest(2)
+    assert store.newest_step() == 2
+    (store.folder / "step-00000002" / MODEL_FILE).unlink()
+    assert store.newest_step() == 1
+
+
 # Damage
 
 
@@ -1054,29 +1066,28 @@ def test_a_stuck_disk_stops_nobody_and_the_newest_waits(tmp_path: Path) -> None:
     ]
 
 
-def test_who_is_told_of_a_full_disk_hears_the_step(tmp_path: Path) -> None:
-    store = Gated(tmp_path, [])
-    full = CheckpointError("step 1 cannot be written")
-    full.__cause__ = OSError(errno.ENOSPC, "No space left on device")
-    store.errors = [full, OSError(errno.EIO, "I/O error")]
+def test_who_is_told_of_a_step_that_is_not_saved_hears_why(tmp_path: Path) -> None:
+    store, told = Gated(tmp_path, []), list[tuple[int, Exception]]()
+    errors = [CheckpointError("a full disk"), OSError(errno.EIO, "I/O error")]
+    store.errors = [*errors]
     store.gate.set()
-    told: list[int] = []
-    with CheckpointWriter(store, logger([]), on_no_space=told.append) as writer:
+    with CheckpointWriter(store, logger([]), on_not_saved=lambda *it: told.append(it)) as writer:
         for step in (1, 2, 3):
             writer.submit(snapshot_of(step))
             written(writer)
-    assert (told, store.saved) == ([1], [3])
+    assert (told, store.saved) == ([*enumerate(errors, 1)], [3])
 
 
 def test_a_disk_that_hangs_does_not_keep_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "EXIT_TIMEOUT_S", 0.05)
-    lines: list[str] = []
+    lines, told = list[str](), list[tuple[int, Exception]]()
     store = Gated(tmp_path, lines)
-    with CheckpointWriter(store, logger(lines)) as writer:
+    with CheckpointWriter(store, logger(lines), on_not_saved=lambda *it: told.append(it)) as writer:
         writer.submit(snapshot_of(1))
     assert "WARNING the last checkpoint is still being written after" in lines[0]
+    assert [step for step, _ in told] == [1]
     store.gate.set()
     written(writer)
 

@@ -111,7 +111,7 @@ class Server(Coordinator):
         self.held_out = HeldOut(
             context, batch_size=self.train.batch_size, num_batches=self.config.microbatches
         )
-        self.keeper.on_saved = self.report.saved
+        self.keeper.on_saved, self.keeper.on_not_saved = self.report.saved, self.report.not_saved
         self.keeper.kept = Kept(self.report.training_state({}), context.initial)
         if context.checkpoint is not None:
             self.keeper.kept = Kept(context.checkpoint.state, context.checkpoint.path)

@@ -149,6 +149,7 @@ class Keeper:
         self.num_pieces = 0
         """That have come or gone in this run."""
         self.on_saved: Callable[[int, Path], None] = lambda *_: None
+        self.on_not_saved: Callable[[int, Exception], None] = lambda *_: None
         self._store, self._outline, self._log = store, outline, log
         self._layout = Layout(outline)
         self._lock = threading.Lock()
@@ -156,7 +157,7 @@ class Keeper:
         self._open: tuple[int, int] = (0, 0)
         """Attempt and step of the pieces that are taken."""
         self._draft: Path | None = None
-        self._problem: str | None = None
+        self._problem: Exception | None = None
         self._disk = ThreadPoolExecutor(1, "disk")
         self._finishing: Future[Path] | None = None
         self._state: TrainingState
@@ -175,7 +176,8 @@ class Keeper:
             self._draft = self._store.begin(state.step)
             writer = PieceWriter(self._layout, self._draft, state.step)
         except (OSError, CheckpointError) as error:
-            self._problem = str(error)
+            self._problem = error
+            self._remove()
             return
         with self._lock:
             self._writer, self._open = writer, (attempt, state.step)
@@ -193,7 +195,7 @@ class Keeper:
             try:
                 is_known = self._writer.write(piece.content, piece.name, piece.offset, payload)
             except OSError as error:
-                self._problem = f"{error}"
+                self._problem = error
                 return
         if not is_known:
             raise ProtocolError(f"{piece.name!a} is no tensor of this model"[:200])
@@ -202,14 +204,14 @@ class Keeper:
         """All stages have sent theirs: make a checkpoint of it, beside the deciding thread."""
         with self._lock:
             writer, self._writer = self._writer, None
-        if writer is None:
-            self._log.warning("step %d is not saved: %s", self._state.step, self._problem)
-            return
-        missing = writer.missing
-        writer.close()
-        problem = self._problem or (missing and f"nobody has {missing}")
-        if problem or self._store is None or self._draft is None:
-            self._log.warning("step %d is not saved: %s", self._state.step, problem)
+        problem, missing = self._problem, None
+        if writer is not None:
+            missing = writer.missing
+            writer.close()
+        if problem is None and missing is not None:
+            problem = CheckpointError(f"nobody has {missing}")
+        if writer is None or problem is not None or self._store is None or self._draft is None:
+            self._not_saved(problem or CheckpointError("it was not begun"))
             self._remove()
             return
         outline, draft = self._outline, self._draft
@@ -226,10 +228,14 @@ class Keeper:
         try:
             folder = finishing.result()
         except SmolclusterError as error:  # a run is worth more than its checkpoint
-            self._log.warning("step %d is not saved: %s", self._state.step, error)
+            self._not_saved(error)
             return
         self.kept = Kept(self._state, folder)
         self.on_saved(self._state.step, folder)
+
+    def _not_saved(self, problem: Exception) -> None:
+        self._log.warning("step %d is not saved: %s", self._state.step, problem)
+        self.on_not_saved(self._state.step, problem)
 
     def tell(self, state: TrainingState) -> bool:
         """Say on the disk what has become known of a step's weights; False: they are not kept."""

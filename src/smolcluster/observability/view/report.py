@@ -38,7 +38,7 @@ class RunReport(WithMetrics):
     )
     reason: str | None = Field(None, description="Why the run is over, or has broken off.")
     trouble: str | None = Field(
-        None, description="What its server cannot save because its disk is full."
+        None, description="What its server cannot save, such as because its disk is full."
     )
     step: int | None = None
     total_steps: int | None = None

@@ -1,8 +1,13 @@
 """A stage's state in pieces: what has come whole is what was sent, and nothing else is taken."""
 
+import errno
 import logging
+import os
+from collections.abc import Iterable
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,10 +23,10 @@ from smolcluster.algorithms.PipelineParallel.state import (
     state_frames,
     tensors_of,
 )
-from smolcluster.errors import ConfigError, ProtocolError
+from smolcluster.errors import CheckpointError, ConfigError, ProtocolError
 from smolcluster.training.builtin import cross_entropy
 from smolcluster.training.checkpoint import CheckpointStore, TrainingState, fill
-from smolcluster.training.pieces import Layout
+from smolcluster.training.pieces import Layout, PieceWriter
 from smolcluster.training.replica import Replica
 from smolcluster.training.workload import Workload
 from smolcluster.wire.frames import Frame
@@ -147,14 +152,8 @@ def test_buffers_that_are_no_state_or_are_shared_do_not_keep_a_pipeline_from_its
         own.replica.buffers.find()
     store = CheckpointStore(tmp_path / "checkpoints", 2, log)
     with closing(Keeper(store, Replica(whole(odd), "adamw"), log)) as keeper:
-        keeper.begin(1, STATE)
-        for own in theirs:
-            for frame in state_frames(own, 1, STATE.step, PIECE_NBYTES):
-                message, payload = opened(frame)
-                assert isinstance(message, StageState)
-                keeper.take(message, memoryview(payload))
-        keeper.finish()
-        keeper.settle(wait=True)
+        sent = (state_frames(own, 1, STATE.step, PIECE_NBYTES) for own in theirs)
+        save(keeper, chain.from_iterable(sent))
         assert keeper.kept.folder is not None
         for ours in stages_of(odd, [0, 2, 4], "adamw"):
             loader = loader_of(ours)
@@ -204,11 +203,7 @@ def test_tensors_of_any_name_type_and_layout_arrive_as_they_were(tmp_path: Path)
             fill(tensor, torch.zeros(tensor.shape).to(tensor.dtype))
     store = CheckpointStore(tmp_path / "checkpoints", 2, log)
     with closing(Keeper(store, Replica(whole(model), "sgd"), log)) as keeper:
-        keeper.begin(1, STATE)
-        for message, payload in map(state_piece, state_frames(theirs, 1, STATE.step, PIECE_NBYTES)):
-            keeper.take(message, payload)
-        keeper.finish()
-        keeper.settle(wait=True)
+        save(keeper, state_frames(theirs, 1, STATE.step, PIECE_NBYTES))
         loader = loader_of(ours)
         for wanted in loader.wanted():
             for frame in keeper.frames(wanted, PIECE_NBYTES):
@@ -230,6 +225,68 @@ def state_piece(frame: Frame) -> tuple[StageState, memoryview]:
     message, payload = opened(frame)
     assert isinstance(message, StageState)
     return message, memoryview(payload)
+
+
+def save(keeper: Keeper, frames: Iterable[Frame]) -> None:
+    keeper.begin(1, STATE)
+    for message, payload in map(state_piece, frames):
+        keeper.take(message, payload)
+    keeper.finish()
+    keeper.settle(wait=True)
+
+
+def num_open_files() -> int:
+    return len([*Path("/dev/fd").iterdir()])
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [
+        (CheckpointStore, "begin", CheckpointError("no folder")),
+        (os, "ftruncate", FULL),
+        (PieceWriter, "write", FULL),
+        (CheckpointStore, "finish", CheckpointError("no name")),
+    ],
+    ids=["begin", "files", "pieces", "end"],
+)
+def test_a_step_that_is_not_saved_is_told_with_its_reason(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: object,
+    name: str,
+    error: Exception,
+) -> None:
+    """And it leaves no file open."""
+    log, own, told = logging.getLogger("test"), stage(), list[tuple[int, Exception]]()
+    store, num_open = CheckpointStore(tmp_path / "checkpoints", 2, log), num_open_files()
+    with closing(Keeper(store, own.replica, log)) as keeper:
+        keeper.on_not_saved = lambda *it: told.append(it)
+        with monkeypatch.context() as disk:
+            disk.setattr(owner, name, Mock(side_effect=error))
+            save(keeper, state_frames(own, 1, STATE.step, PIECE_NBYTES))
+        assert told == [(STATE.step, error)]
+        assert num_open_files() == num_open
+
+
+def test_a_disk_that_takes_a_part_at_a_time_gets_all_of_a_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, own, write = logging.getLogger("test"), stage(), os.pwrite
+
+    def write_a_part(descriptor: int, data: memoryview, offset: int) -> int:
+        return write(descriptor, data[:7], offset)
+
+    monkeypatch.setattr(os, "pwrite", write_a_part)
+    store = CheckpointStore(tmp_path / "checkpoints", 2, log)
+    with closing(Keeper(store, own.replica, log)) as keeper:
+        save(keeper, state_frames(own, 1, STATE.step, PIECE_NBYTES))
+    saved = store.newest_good()
+    assert saved is not None
+    for name, tensor in own.replica.saved_parameters().items():
+        assert torch.equal(saved.model[name], tensor.detach())
 
 
 STATE = TrainingState(
