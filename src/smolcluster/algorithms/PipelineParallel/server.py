@@ -22,6 +22,7 @@ from contextlib import closing
 from functools import cached_property, partial
 from itertools import takewhile
 
+from pydantic import ValidationError
 from torch import Tensor
 
 from smolcluster.algorithms.context import ServerContext
@@ -42,7 +43,7 @@ from smolcluster.algorithms.PipelineParallel.state import Keeper, Kept
 from smolcluster.algorithms.planning.plan_file import PLAN
 from smolcluster.data.loading import every_index
 from smolcluster.data.permutation import EpochOrders, Range, global_batches
-from smolcluster.errors import NonFiniteLoss
+from smolcluster.errors import ConfigError, NonFiniteLoss
 from smolcluster.runs.events import LayersMoved
 from smolcluster.runs.paths import RunPaths
 from smolcluster.runs.summary import Summary
@@ -55,7 +56,7 @@ from smolcluster.training.loop import StepTaken
 from smolcluster.training.optimizer import clip_factor
 from smolcluster.training.replica import DIVERGENCE_REMEDY
 from smolcluster.training.schedule import learning_rate
-from smolcluster.training.workload import OfLoss
+from smolcluster.training.workload import OfLoss, Workload
 from smolcluster.utils.stopping import Interrupted
 from smolcluster.wire.inbox import Event
 from smolcluster.wire.messages import (
@@ -70,6 +71,7 @@ from smolcluster.wire.messages import (
     StageReady,
     StageState,
     WantState,
+    first_problem,
     frame_of,
 )
 
@@ -101,6 +103,7 @@ class Server(Coordinator):
         self.keeper = Keeper(context.store, outline, context.log)
         num_tensors = len(outline.parameters) * (1 + len(outline.optimizer.state))
         super().__init__(context)
+        check_metrics(context.training.workload)
         receiver_for = partial(KeepingReceiver, self.keeper)
         self.pool = context.open_pool(
             receiver_for, num_more=2 * num_tensors, check_stop=lambda: None
@@ -430,6 +433,22 @@ class Server(Coordinator):
 
 def serve(context: ServerContext) -> Summary:
     return Server(context).run()
+
+
+def check_metrics(workload: Workload) -> None:
+    """See to it that the last stage can tell what it has measured.
+
+    Raises:
+        ConfigError: a metric's name is too long, or there are too many.
+    """
+    measured = [name for name, of in workload.metrics.items() if not isinstance(of, OfLoss)]
+    try:
+        StageEvaluated(attempt=0, turn=0, totals=dict.fromkeys([LOSS, *measured], (0.0, 0)))
+    except ValidationError as error:
+        raise ConfigError(
+            f"metrics: the last stage of a pipeline tells the server of at most 63, whose names have at most "
+            f"64 characters on one line: {first_problem(error)}"
+        ) from None
 
 
 class HeldOut:

@@ -11,14 +11,17 @@ from unittest.mock import Mock
 
 import pytest
 
+from pipelines import gpt
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.algorithms.PipelineParallel.crew import Crew, Peer, Question, Questions
 from smolcluster.algorithms.PipelineParallel.dealing import Dealer
 from smolcluster.algorithms.PipelineParallel.plan import Cut, even_cut, unmeasured
-from smolcluster.algorithms.PipelineParallel.server import Server
-from smolcluster.errors import ClusterEmpty
+from smolcluster.algorithms.PipelineParallel.server import Server, check_metrics
+from smolcluster.errors import ClusterEmpty, ConfigError
 from smolcluster.server.worker import Worker
 from smolcluster.server.worker_pool import Departed, Joined
+from smolcluster.training.builtin import cross_entropy
+from smolcluster.training.workload import OfLoss
 from smolcluster.utils.stopping import Interrupted
 from smolcluster.wire.membership import Member
 from smolcluster.wire.messages import (
@@ -105,6 +108,16 @@ def test_a_worker_that_could_not_build_its_layers_is_given_none_again_and_anothe
         assert server.dealer.ready == [], f"process {instance} comes back as it was"
     server.join(1, "c")
     assert server.dealer.ready == []
+
+
+@pytest.mark.parametrize("names", [["x" * 65], ["two\nlines"], [f"m{n}" for n in range(64)]])
+def test_metrics_that_no_stage_can_tell_are_refused(names: list[str]) -> None:
+    workload = gpt()
+    workload.metrics = dict.fromkeys(names, cross_entropy)
+    with pytest.raises(ConfigError, match=r"^metrics: the last stage"):
+        check_metrics(workload)
+    workload.metrics = {"x" * 64: cross_entropy, **dict.fromkeys(names, OfLoss(float))}
+    check_metrics(workload)
 
 
 def test_layers_of_an_earlier_plan_are_not_those_that_a_worker_builds_now() -> None:
