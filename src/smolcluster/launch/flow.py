@@ -9,6 +9,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -79,6 +80,7 @@ from smolcluster.launch.workload_code import WorkloadCode, code_of, code_of_scri
 from smolcluster.observability.terminal import SteadyConsole, print_line
 from smolcluster.runs.advice import Prediction
 from smolcluster.runs.launched import Launched, Scheduler, launched_of
+from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import (
     RunPaths,
     check_run_id,
@@ -167,22 +169,23 @@ def launch(
     if how.dry_run:
         site.show(planned())
         return 0
-    console = SteadyConsole()
+    console, paths = SteadyConsole(), RunPaths(site.root / run_id)
 
     def say(line: str, style: str = "") -> None:
         print_line(console, Text(line, style=style))
 
-    site.check(say)
-    launched = planned()
-    paths = RunPaths(site.root / run_id)
-    run = run_of(launched, paths, console, site.env, num_epochs=site.num_epochs)
-    run.keep_what_waits(without=request.without)
-    site.make_ready(launched, say)
-    cluster = site.asked.settings.cluster
-    if site.stack is not None:
-        ssh = {each.node: each.ssh for each in launched.processes}
-        announce(site.stack, run_id, launched.processes, cluster, ssh=ssh.get, say=say)
-    run.start(None if launched.is_job else loki_of(cluster, site.stack))
+    # two that start the same run at the same time would end each other's processes
+    with run_lock(paths.starting, "started") if paths.root.is_dir() else nullcontext():
+        site.check(say)
+        launched = planned()
+        run = run_of(launched, paths, console, site.env, num_epochs=site.num_epochs)
+        run.keep_what_waits(without=request.without)
+        site.make_ready(launched, say)
+        cluster = site.asked.settings.cluster
+        if site.stack is not None:
+            ssh = {each.node: each.ssh for each in launched.processes}
+            announce(site.stack, run_id, launched.processes, cluster, ssh=ssh.get, say=say)
+        run.start(None if launched.is_job else loki_of(cluster, site.stack))
     if how.invite:
         begin_inviting(run, launched, paths.root, inherited())
     return go_on(run, launched, how)

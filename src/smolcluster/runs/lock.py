@@ -1,4 +1,4 @@
-"""A lock on a run's folder, so that two servers cannot write the same run."""
+"""A lock on a run's folder, so that two servers cannot write the same run, nor two launchers start it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,17 +16,17 @@ def is_held(path: Path) -> bool | None:
 
 
 @contextmanager
-def run_lock(path: Path) -> Iterator[None]:
+def run_lock(path: Path, what: str = "written") -> Iterator[None]:
     """Hold the lock file `path`, which lies in the run's folder, while the block lasts.
 
     Raises:
-        RunBusy: somebody else holds it; the message names the run and the process.
+        RunBusy: somebody else holds it; the message names the run, the process and `what` that does to it.
         ConfigError: the file cannot be made or locked.
     """
 
     def refuse(holder: str) -> None:
         raise RunBusy(
-            f"run {path.parent.name} is being written by {holder}: "
+            f"run {path.parent.name} is being {what} by {holder}: "
             "wait until that ends, or stop it, then try again"
         )
 

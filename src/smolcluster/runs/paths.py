@@ -3,7 +3,7 @@
 <runs>/<run id>/config.yaml  status.json  events.jsonl  metrics.jsonl  series.json  spans.jsonl
                 summary.json  curves.png  report.html  sample.txt  trace.json  launch.json
                 advice.json  plan.json  logs/  checkpoints/  launch/  own/  profile/  tensorboard/  wandb/
-                pids/  exits/  asked/  promtail.log  joining.lock
+                pids/  exits/  asked/  promtail.log  joining.lock  starting.lock
 <runs>/latest -> the newest run that has begun: a server that listens, or a single process that trains
 """
 
@@ -100,6 +100,8 @@ class RunPaths:
     """Locked by the process that writes the run."""
     joining = _In("joining.lock")
     """Locked by a `join`, on the machine that launched the run."""
+    starting = _In("starting.lock")
+    """Locked by a `resume` until the run has started, on the machine that launched it."""
 
     @property
     def run_id(self) -> str:

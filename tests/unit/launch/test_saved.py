@@ -445,6 +445,8 @@ def test_what_cannot_be_resumed_is_one_line(run: RunPaths, tmp_path: Path) -> No
         resume("nono", None, [], LaunchOptions(dry_run=True))
     with run_lock(run.lock), pytest.raises(RunBusy, match="is being written"):
         resume(str(run.root), None, [], LaunchOptions(dry_run=True))
+    with run_lock(run.starting, "started"), pytest.raises(RunBusy, match="is being started"):
+        resume(str(run.root), None, [], LaunchOptions())
     write_summary(run.summary, summary_of(EPOCHS))
     with pytest.raises(
         CheckpointError, match=f"has ended; to train on, raise num_epochs above {EPOCHS}"
