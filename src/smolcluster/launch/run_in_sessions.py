@@ -91,7 +91,7 @@ class RunInSessions(Run):
     def _start_server(self, asked: Interrupts) -> None:
         server = self._launched.server
         if server.scheduler is not None:
-            self._begin(server)
+            self._begin_server(server)
             self.say(
                 f"run {self._launched.run_id}: {server.scheduler} has it as a job of that name"
             )
@@ -100,11 +100,17 @@ class RunInSessions(Run):
             f"run {self._launched.run_id}: starting the server on {server.node}; loading PyTorch takes "
             "some seconds"
         )
-        self._begin(server)
+        self._begin_server(server)
         self._ship({server.node})
         # one with a script begins when that has told what is trained, a group when all are there
         if not (self._launched.has_script or self._launched.is_group):
             self._wait_until_it_listens(server, asked)
+
+    def _begin_server(self, server: LaunchedProcess) -> None:
+        """Start it; a `runs` that was told before that nothing lives does not remember it."""
+        self._begin(server)
+        self._paths.launched.touch()  # it may still be asking
+        self._paths.standing.unlink(missing_ok=True)
 
     def _wait_until_it_listens(self, server: LaunchedProcess, asked: Interrupts) -> None:
         told, patience, newest = Deadline(TOLD_EVERY_S), Deadline(SERVER_SILENT_S), ""

@@ -153,6 +153,21 @@ def test_a_run_on_other_machines_is_asked_for_until_it_is_over(tmp_path: Path) -
     assert listed(tmp_path, alive)[0].state == "training"
 
 
+def test_a_run_that_is_started_while_its_machines_are_asked_is_asked_for_again(
+    tmp_path: Path,
+) -> None:
+    paths = launched_run(tmp_path, server())
+    gone, _ = answering("gone")
+
+    def start_meanwhile(host: Host, script: str) -> str:
+        os.utime(paths.launched, (1.0, 1.0))
+        return gone(host, script)
+
+    assert listed(tmp_path, start_meanwhile)[0].is_alive is False
+    alive, _ = answering("running", status=status_of())
+    assert listed(tmp_path, alive)[0].is_alive is True
+
+
 def test_a_run_on_other_machines_that_was_fetched_is_not_asked_for(tmp_path: Path) -> None:
     paths = launched_run(tmp_path, server(), worker(0, "pi5", "pi5"))
     write_status(paths.status, status_of("ended"))

@@ -298,6 +298,23 @@ def test_the_newest_run_is_one_whose_start_has_not_failed(
 
 
 @pytest.mark.usefixtures("own_tmux")
+def test_a_run_that_was_found_dead_while_it_was_started_is_looked_at_again(
+    paths: RunPaths, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = resumed(paths, console)
+
+    def look_then_begin(process: LaunchedProcess, env: dict[str, str]) -> None:
+        write(paths.standing, '{"is_alive": false}')
+        os.utime(paths.launched, (1.0, 1.0))
+        begin(process, env)
+
+    monkeypatch.setattr(run_in_sessions, "begin", look_then_begin)
+    run._start_server(Interrupts([]))
+    assert not paths.standing.exists()
+    assert paths.launched.stat().st_mtime > 1.0, "who asked before notices it"
+
+
+@pytest.mark.usefixtures("own_tmux")
 def test_a_server_that_neither_listens_nor_logs_is_given_up(
     paths: RunPaths, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,6 +115,7 @@ def _elsewhere(read: Snapshot, ask: Ask | None) -> ListedRun:
     if known is not None and known.is_alive is False:
         return known
     unknown = line_of(replace(read, status=None, summary=None), "unknown", is_alive=None)
+    launched_ns = _changed_ns(read.paths)
     try:
         seen = look(read.paths, ask)
     except SmolclusterError:
@@ -122,9 +123,17 @@ def _elsewhere(read: Snapshot, ask: Ask | None) -> ListedRun:
     if seen.seen[0].process == "unreachable":
         return unknown if known is None else known.model_copy(update={"is_alive": None})
     run = line_of(seen, seen.state, is_alive=_is_alive(seen), as_of=time.time())
-    with suppress(SmolclusterError):
-        write_whole(read.paths.standing, run.model_dump_json() + "\n", durable=False)
+    if launched_ns == _changed_ns(read.paths):  # else it was started while its machines were asked
+        with suppress(SmolclusterError):
+            write_whole(read.paths.standing, run.model_dump_json() + "\n", durable=False)
     return run
+
+
+def _changed_ns(paths: RunPaths) -> int | None:
+    """When `launch.json` was written last, or its server started."""
+    with suppress(OSError):
+        return paths.launched.stat().st_mtime_ns
+    return None
 
 
 def _is_alive(read: Snapshot) -> bool | None:
