@@ -201,9 +201,9 @@ def test_what_is_here_already_is_not_fetched(
     own = [server(None, here), worker(0, "mini1", None, here), worker(1, "mini1", None, elsewhere)]
     paths = launched_run(tmp_path, *own)
     write(Path(elsewhere) / "logs/worker-rank1-mini1.log", "{}\n")
-    [part] = parts_of(
-        read_launched(paths.launched), RunPaths(paths.root.resolve()), checkpoints=True
-    )
+    (tmp_path / "link").symlink_to(tmp_path)
+    linked = RunPaths(tmp_path / "link" / "r1")
+    [part] = parts_of(read_launched(paths.launched), linked, checkpoints=True)
     assert (part.host, part.folder) == (Host("mini1"), f"{elsewhere}/logs")
     assert fetch(here) == 0
     assert "mini1: 1 file (logs), 3 B" in capsys.readouterr().out

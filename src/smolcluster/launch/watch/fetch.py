@@ -146,7 +146,9 @@ def parts_of(launched: Launched, paths: RunPaths, *, checkpoints: bool) -> Itera
 
 def is_here(process: LaunchedProcess, paths: RunPaths) -> bool:
     """Whether its run folder is the one to which everything comes."""
-    return process.ssh is None and Path(process.run_dir).expanduser().resolve() == paths.root
+    return (
+        process.ssh is None and Path(process.run_dir).expanduser().resolve() == paths.root.resolve()
+    )
 
 
 def rsync_command(part: RemoteFiles) -> list[str]:
