@@ -10,7 +10,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -261,7 +261,7 @@ def _ask_here(host: Host, script: str) -> str:
 
 
 def _looked_up(removals: Sequence[Removal], troubles: list[str]) -> list[Removal]:
-    """The same with their folders on other machines, without those that live or have trained there."""
+    """The same with their folders on other machines, without those that live or may have trained there."""
     places = {each.run.run_id: list(_places(each.paths)) for each in removals}
     answers = _each(chain.from_iterable(places.values()), "look", troubles)
     left = []
@@ -269,6 +269,9 @@ def _looked_up(removals: Sequence[Removal], troubles: list[str]) -> list[Removal
         said = {place: answers.get(place) for place in places[each.run.run_id]}
         words = {answer[0] for answer in said.values() if answer is not None}
         if "living" in words or (each.why == FAILED_START and "trained" in words):
+            continue
+        if each.why == FAILED_START and (missing := _missing(each, said)):
+            troubles.append(missing)
             continue
         each.is_whole = None not in said.values()
         each.elsewhere = {
@@ -281,12 +284,33 @@ def _looked_up(removals: Sequence[Removal], troubles: list[str]) -> list[Removal
     return left
 
 
-def _places(paths: RunPaths) -> Iterator[tuple[Host, str]]:
+def _missing(
+    removal: Removal, said: Mapping[tuple[Host, str], tuple[str, int] | None]
+) -> str | None:
+    """Why a run of which no step is known may have trained: its server's machine lacks the run's folder.
+
+    A launch makes that folder before it notes the run's processes here.
+    """
+    if removal.run.steps is not None:
+        return None
+    run_id = removal.run.run_id
+    for host, folder in _places(removal.paths, server_only=True):
+        answer = said[host, folder]
+        if answer is not None and answer[0] == "absent":
+            return (
+                f"run {run_id} is left: {host.node} has no folder {folder}, whose disk may not be mounted; "
+                f"{as_command('clean', run_id)} removes the run all the same"
+            )
+    return None
+
+
+def _places(paths: RunPaths, *, server_only: bool = False) -> Iterator[tuple[Host, str]]:
     """The folders of a run besides the one here, each once; only those that bear its name."""
     launched = None
     with suppress(DataError):
         launched = launched_of(paths)
-    for process in () if launched is None else launched.processes:
+    processes = () if launched is None else launched.processes
+    for process in processes[:1] if server_only else processes:
         folder = process.run_dir.rstrip("/")
         is_its = folder.rpartition("/")[2] == paths.run_id and "\n" not in folder
         if is_its and not is_here(process, paths):

@@ -171,6 +171,20 @@ def test_a_failed_start_goes_on_its_machines_too(
     assert left(there / "runs") == {f"{R1}0"}
 
 
+def test_a_run_whose_servers_folder_is_not_there_may_have_trained(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A disk may not be mounted."""
+    fake_ssh(tmp_path, monkeypatch)
+    launched_run(root, server(run_dir=f"/mnt/disk/runs/{R1}"), run_id=R1)
+    (root / "latest").unlink()
+    assert clean(yes=True) == 1
+    assert f"mini1 has no folder /mnt/disk/runs/{R1}" in capsys.readouterr().out
+    assert left(root) == {R1}
+    assert clean((R1,), yes=True) == 0
+    assert left(root) == set()
+
+
 def test_with_here_no_other_machine_is_asked(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
