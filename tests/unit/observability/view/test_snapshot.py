@@ -3,14 +3,10 @@
 import re
 from pathlib import Path
 
-import pytest
-
 import smolcluster
 from made_runs import MadeRun, killed_run
-from reading import status_of
-from smolcluster.observability.view.snapshot import Snapshot, read_snapshot
+from smolcluster.observability.view.snapshot import read_snapshot
 from smolcluster.runs.paths import RunPaths
-from smolcluster.runs.status import STOPPED, RunStatus
 
 READERS = re.compile(
     r"\b(read_status|read_events|parse_event|first_start"
@@ -28,31 +24,6 @@ def test_only_the_view_reads_what_a_run_writes() -> None:
         and (found := READERS.findall(path.read_text(encoding="utf-8")))
     }
     assert others == {}
-
-
-TRAINING, ENDED = status_of(), status_of("ended", reason="done")
-
-
-@pytest.mark.parametrize(
-    ("status", "is_alive", "expected"),
-    [
-        (None, True, "starting"),
-        (None, False, "broken off"),
-        (None, None, "unknown"),
-        (TRAINING, True, "training"),
-        (TRAINING, False, "broken off"),
-        (TRAINING, None, "unknown"),
-        (ENDED, True, "ended"),
-        (ENDED, None, "ended"),
-        (status_of("failed", reason="x"), False, "failed"),
-        (status_of("ended", reason=STOPPED), False, "stopped"),
-    ],
-)
-def test_a_run_stands_as_its_owner_wrote_unless_that_is_gone(
-    status: RunStatus | None, is_alive: bool | None, expected: str
-) -> None:
-    read = Snapshot(RunPaths(Path("r1")), status=status)
-    assert read.state_if(is_alive) == expected
 
 
 def test_a_folder_is_read_whatever_is_missing_or_damaged(tmp_path: Path) -> None:
