@@ -66,7 +66,7 @@ class Drawing:
     @contextmanager
     def under(self, seed: int) -> Iterator[None]:
         """What this thread draws meanwhile comes from generators of `seed`."""
-        with OfThread(torch.Generator().manual_seed(seed)), self.of_process(seed):
+        with OfThread(seed), self.of_process(seed):
             yield
 
     @contextmanager
@@ -132,12 +132,39 @@ def reseed(generator: Any, seed: int) -> None:
             generator.seed(seed)
 
 
-class OfThread(TorchFunctionMode):
-    """Draws from a generator of its own: the process's is everybody's, and another thread may compute."""
+class _Generators:
+    """A generator for each kind of device that is drawn on, all of one seed."""
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._by_kind: dict[str, torch.Generator] = {}
+
+    def added(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The keyword arguments of what draws, with a generator if it has none."""
+        if kwargs.get("generator") is not None:
+            return kwargs
+        kind = _device(args, kwargs).type
+        kind = "cpu" if kind == "meta" else kind  # nothing is drawn there, and it has no generators
+        if kind not in self._by_kind:
+            self._by_kind[kind] = torch.Generator(kind).manual_seed(self._seed)
+        return kwargs | {"generator": self._by_kind[kind]}
+
+
+def _device(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.device:
+    """Where a function draws."""
+    if (stated := kwargs.get("device")) is not None:
+        return torch.device(stated)
+    tensors = (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+    first = next(tensors, None)
+    return torch.get_default_device() if first is None else first.device
+
+
+class OfThread(TorchFunctionMode):
+    """Draws from generators of its own: the process's are everybody's, and another thread may compute."""
+
+    def __init__(self, seed: int) -> None:
         super().__init__()
-        self._generator = generator
+        self._generators = _Generators(seed)
 
     def __torch_function__(
         self,
@@ -148,19 +175,19 @@ class OfThread(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _WITHOUT_GENERATOR:
-            with _Inside(self._generator):
+            with _Inside(self._generators):
                 return func(*args, **kwargs)
-        if func in _RANDOM and kwargs.get("generator") is None:
-            kwargs = kwargs | {"generator": self._generator}
+        if func in _RANDOM:
+            kwargs = self._generators.added(args, kwargs)
         return func(*args, **kwargs)
 
 
 class _Inside(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives a generator to what a function draws that takes none itself. It makes all else slower."""
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, generators: _Generators) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._generator = generator
+        self._generators = generators
 
     def __torch_dispatch__(
         self,
@@ -170,9 +197,8 @@ class _Inside(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        takes_one = any(each.name == "generator" for each in func._schema.arguments)
-        if takes_one and kwargs.get("generator") is None:
-            kwargs = kwargs | {"generator": self._generator}
+        if any(each.name == "generator" for each in func._schema.arguments):
+            kwargs = self._generators.added(args, kwargs)
         return func(*args, **kwargs)
 
 

@@ -323,7 +323,7 @@ class StreamSamples(LoadedSamples):
         seed = derive_seed(place.seed, "stream", place.epoch)
         set_epoch(self.stream, place.epoch)
         self.drawing.begin_epoch()
-        draws = OfThread(torch.Generator().manual_seed(seed))
+        draws = OfThread(seed)
         with draws, self.drawing.of_process(seed):
             iterator = iter(source)
         for number in itertools.count():

@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import psutil
@@ -364,6 +364,38 @@ def test_what_is_drawn_within_functions_of_pytorch_depends_on_its_place_alone(dr
     assert torch.equal(torch.rand(1), expected), "the process's generator is left alone"
     assert torch.equal(found, drawn(1))
     assert not torch.equal(found, drawn(2))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda _: torch.rand(2, device="cuda"),
+        torch.rand_like,
+        Tensor.uniform_,
+        nn.init.normal_,
+        lambda values: torch.randperm(4, out=values.long()),
+        lambda values: functional.rrelu(values, training=True),
+    ],
+    ids=["rand", "like", "uniform", "normal", "out", "rrelu"],
+)
+def test_what_is_drawn_on_an_accelerator_comes_from_one_generator_of_it(
+    draw: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch computes shapes alone for an accelerator that is not there."""
+    from torch._subclasses import FakeTensorMode
+
+    kinds: list[str] = []
+
+    class Noted(torch.Generator):
+        def __new__(cls, device: str = "cpu") -> Self:
+            kinds.append(device)
+            return super().__new__(cls)
+
+    monkeypatch.setattr(torch, "Generator", Noted)
+    with FakeTensorMode(), drawing.OfThread(SEED):  # type: ignore[no-untyped-call]
+        for _ in range(2):
+            assert draw(torch.ones(4, device="cuda")).device.type == "cuda"
+    assert kinds == ["cuda"]
 
 
 def test_a_loaders_collate_makes_the_batch() -> None:
