@@ -9,7 +9,7 @@ EXIT_CODES = """Exit codes:
 
 \b
   0    done
-  1    the run failed, all launched workers have failed, or a full disk kept the end from being saved
+  1    the run failed, all launched workers have failed, or its end could not be saved
   2    a flag, a file, a key or a value is wrong
   3    your own code (model, loss, data, hook) failed; the message names file and line
   4    advise, launch --auto: do not distribute this, one machine alone is about as fast

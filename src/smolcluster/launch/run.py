@@ -276,8 +276,8 @@ class Run(ABC):
     def conclude(self, code: int, asked: Interrupts | None = None) -> int:
         """Say what came of a run whose server has ended, and see that all others end; returns the exit code.
 
-        It is `code`, but 1 where the run has ended well, or was stopped, and a full disk kept its server from
-        saving the end. Who is `asked` to stop waits for no worker, and asked twice kills them.
+        It is `code`, but 1 where the run has ended well, or was stopped, and its server could not save the
+        end. Who is `asked` to stop waits for no worker, and asked twice kills them.
         """
         is_stopped = self._was_stopped()
         deadline = Deadline(SHUTDOWN_TIMEOUT_S if code == 0 else 0)
