@@ -537,6 +537,7 @@ def test_a_replica_that_drifted_is_blended_and_the_run_goes_on(
     distance = drifting(scene, alpha)
     lines = scene.lines("differ")
     assert all(line.startswith("WARNING worker 2 (win): 1 of 5 buckets") for line in lines)
+    assert all(f"polyak_alpha = {alpha:g}" in line for line in lines)
     assert distance[9] == 0
     for version in range(10, LAST):
         num_blended = max(0, (version - 9) // 4)  # one that came with 12 shows after 13

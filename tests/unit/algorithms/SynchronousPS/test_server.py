@@ -904,53 +904,6 @@ def test_a_part_is_finished_when_it_is_whole_at_every_store(
     assert other_host == []
 
 
-@with_overrides("worker_update_interval=2")
-def test_digests_of_the_weights_before_the_step_come_every_now_and_then(stage: Stage) -> None:
-    puppet = stage.member(1)
-    stage.advance()
-    for version in (1, 2, 3, 4):
-        before = b"".join(stage.server.store.digests())
-        puppet.push(puppet.part(), seed=version)
-        for _ in range(NUM_BUCKETS):
-            puppet.hand.hear_a(Reduced)
-        message, payload = puppet.hand.hear()
-        assert isinstance(message, Commit)
-        assert message.version == version
-        assert payload == (before if version % 2 == 0 else b"")
-
-
-def test_buckets_that_drifted_are_sent_and_that_is_logged(stage: Stage) -> None:
-    puppet = stage.member(1)
-    puppet.hand.say(Pull(buckets=(2, 0)))
-    stage.house.until(lambda: any("differ" in line for line in stage.parts.log_lines))
-    for number in (2, 0):
-        message, payload = puppet.hand.hear()
-        assert isinstance(message, State)
-        assert (message.bucket, message.content, message.version) == (number, "weights", 0)
-        weights = torch.frombuffer(bytearray(payload), dtype=torch.float32)
-        assert torch.equal(weights, stage.weights[stage.server.replica.buckets[number]])
-    (line,) = [line for line in stage.parts.log_lines if "differ" in line]
-    assert line.startswith("WARNING worker 1 (pi5): 2 of 3 buckets")
-    assert "polyak_alpha = 0.5" in line
-
-
-def test_the_run_ends_with_the_last_batch(stage: Stage) -> None:
-    puppet = stage.member(1)
-    stage.advance()
-    total = 2 * 1438
-    ends = []
-    while stage.server.samples_applied < total:
-        part = puppet.part()
-        ends.append(part.lease.stop)
-        puppet.push(part)
-        puppet.step()
-    assert ends[22] == ends[-1] == 1438, "the last batch of an epoch is smaller"
-    assert len(ends) == stage.server.version == 46
-    assert stage.server.step is None
-    stage.advance()
-    assert stage.server.step is None
-
-
 @with_overrides("lr_schedule.warmup_iters=4", "lr_schedule.min_lr=0.0")
 def test_the_learning_rate_follows_the_samples_applied(stage: Stage) -> None:
     puppet = stage.member(1)
