@@ -1,5 +1,6 @@
 """Runs of all kinds of workloads: in one process, and by a cluster in this process."""
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from harness import Cluster, local_settings
+from harness import Cluster, Server, local_settings
 from smolcluster.configs.schema import AlgorithmName, Settings
 from smolcluster.data.dataset import Batch
 from smolcluster.data.digits import load_digits
@@ -76,14 +77,37 @@ def run(
     algorithm: AlgorithmName,
     workload: Workload | None = None,
     *,
+    server_class: type[Server] | None = None,
     resume: bool = False,
 ) -> Cluster:
-    """A run that ends well, with all workers of the settings."""
+    """A run that ends well, with all stores and workers of the settings."""
     folder.mkdir(exist_ok=True)
-    cluster = Cluster(settings, folder, algorithm=algorithm, workload=workload, resume=resume)
+    cluster = Cluster(
+        settings, folder, server_class, algorithm=algorithm, workload=workload, resume=resume
+    )
+    stores = [cluster.start_store(node) for node in settings.cluster.store_nodes[1:]]
     num_workers = settings.cluster.num_workers
-    cluster.finish(*(cluster.worker(i + 1, node=NODES[i]) for i in range(num_workers)))
+    workers = [cluster.worker(i + 1, node=NODES[i]) for i in range(num_workers)]
+    cluster.finish(*workers, *stores)
     return cluster
+
+
+def first_saved(whole: Cluster) -> int:
+    """The first step that was saved: a later one is left out while the disk is busy."""
+    return min(int(path.name[5:]) for path in (whole.folder / "checkpoints").glob("step-*"))
+
+
+def killed_after(source: Path, folder: Path, step: int) -> Path:
+    """A run's folder as it is when everything is killed soon after that step was saved.
+
+    With what workers have kept of the run on their own machines.
+    """
+    place, kept = Path("checkpoints") / f"step-{step:08d}", "test-run"
+    shutil.copytree(source / place, folder / place)
+    (folder / "checkpoints" / "latest").symlink_to(place.name)
+    if (source / kept).exists():
+        shutil.copytree(source / kept, folder / kept)
+    return folder
 
 
 def assert_takes_the_same_steps(

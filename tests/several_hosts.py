@@ -56,18 +56,6 @@ def start(
     return cluster, [cluster.start_store(node) for node in settings.cluster.store_nodes[1:]]
 
 
-def run(
-    settings: Settings, folder: Path, algorithm: AlgorithmName, *, resume: bool = False
-) -> Cluster:
-    """A run that ends well, for its stores too."""
-    cluster, stores = start(settings, folder, algorithm, resume=resume)
-    workers = [cluster.worker(number + 1) for number in range(settings.cluster.num_workers)]
-    cluster.server.finish()
-    for each in (*workers, *stores):
-        each.finish()
-    return cluster
-
-
 def links_of(cluster: Cluster) -> StoreLinks[Any]:
     """What the server has of its stores."""
     core = cluster.core

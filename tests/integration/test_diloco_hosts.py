@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import own_workloads
 import several_hosts
 from harness import Cluster
-from integration.test_diloco_resume import first_saved, killed_after
+from own_workloads import first_saved, killed_after
 from several_hosts import many_buckets  # noqa: F401 - a fixture
 from smolcluster.algorithms.DiLoCo import rounds
 from smolcluster.algorithms.DiLoCo.exchange import delta_frames
@@ -20,7 +21,7 @@ from smolcluster.training.local_copy import InProcess
 from smolcluster.wire.messages import Collect
 
 start = partial(several_hosts.start, algorithm="diloco")
-run = partial(several_hosts.run, algorithm="diloco")
+run = partial(own_workloads.run, algorithm="diloco")
 settings_for = partial(several_hosts.settings_for, "diloco")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("many_buckets")]
 STREAMING = "mode=streaming", "fragments=3"

@@ -7,13 +7,16 @@ finds: one is resumed from here, in a folder of its own.
 import math
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+import own_workloads
 from faults.cases import in_equal_parts
 from harness import DEADLINE_S, Cluster, local_settings
+from own_workloads import first_saved, killed_after
 from smolcluster.algorithms.DiLoCo import rounds
 from smolcluster.algorithms.DiLoCo import server as diloco
 from smolcluster.algorithms.DiLoCo.peers import Peer
@@ -23,6 +26,7 @@ from smolcluster.utils.retry import Deadline
 from tiers import at_night
 from waiting import eventually
 
+run = partial(own_workloads.run, algorithm="diloco")
 pytestmark = pytest.mark.slow
 
 KEPT = Path("test-run") / "worker-1"
@@ -48,37 +52,6 @@ def settings_for(
         workers=workers,
         algorithm="diloco",
     )
-
-
-def run(
-    settings: Settings,
-    folder: Path,
-    core: type[diloco.Server] = diloco.Server,
-    *,
-    resume: bool = False,
-    workers: int = 1,
-) -> Cluster:
-    """A run that ends well."""
-    cluster = Cluster(settings, folder, core, algorithm="diloco", resume=resume)
-    outcomes = [cluster.worker(number + 1) for number in range(workers)]
-    cluster.server.finish()
-    for outcome in outcomes:
-        outcome.finish()
-    return cluster
-
-
-def killed_after(source: Path, folder: Path, step: int) -> Path:
-    """A run's folder as it is when everything is killed soon after that step was saved."""
-    place = Path("checkpoints") / f"step-{step:08d}"
-    shutil.copytree(source / place, folder / place)
-    (folder / "checkpoints" / "latest").symlink_to(place.name)
-    shutil.copytree(source / KEPT.parent, folder / KEPT.parent)
-    return folder
-
-
-def first_saved(whole: Cluster) -> int:
-    """The first step that was saved: a later one is left out while the disk is busy."""
-    return min(int(path.name[5:]) for path in (whole.folder / "checkpoints").glob("step-*"))
 
 
 def losses_after(records: list[MetricRecord], step: int) -> list[float]:
@@ -157,7 +130,7 @@ def test_a_resumed_run_begins_with_the_local_steps_it_had(
         whole = run(settings, tmp_path / "whole")
     step = first_saved(whole)
     folder = killed_after(whole.folder, tmp_path / "resumed", step)
-    run(settings, folder, Watched, resume=True)
+    run(settings, folder, server_class=Watched, resume=True)
     assert begun[0] == 5
 
 
@@ -204,7 +177,7 @@ def test_two_workers_go_on_as_if_nothing_had_happened(
 def test_more_workers_than_before_count_exactly(tmp_path: Path) -> None:
     whole = run(settings_for("int8"), tmp_path / "whole")
     folder = killed_after(whole.folder, tmp_path / "resumed", first_saved(whole))
-    resumed = run(settings_for("int8", workers=2), folder, resume=True, workers=2)
+    resumed = run(settings_for("int8", workers=2), folder, resume=True)
     assert resumed.server.summary is not None
     total = 4 * resumed.server.summary.train_samples
     assert resumed.server.summary.samples_applied == total
@@ -223,9 +196,9 @@ def test_the_learning_rate_goes_on_as_it_was_with_another_number_of_workers(
         return {record.step: record.values["lr"] for record in cluster.metrics.steps}
 
     settings = settings_for("fp32", workers=2)
-    whole = run(settings, tmp_path / "whole", workers=2)
+    whole = run(settings, tmp_path / "whole")
     folder = killed_after(whole.folder, tmp_path / "resumed", step=30)
-    resumed = run(settings_for("fp32", workers=workers), folder, resume=True, workers=workers)
+    resumed = run(settings_for("fp32", workers=workers), folder, resume=True)
     expected = rates_of(whole)
     assert expected[40] < expected[41] == settings.train.learning_rate
     assert {step: rate for step, rate in rates_of(resumed).items() if step > 30} == {

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 import signal
 import weakref
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import mesh_group
 import own_workloads
 import pipelines
 from harness import SECRET, START_TIMEOUT_S, Cluster, Outcome, free_port, local_settings
+from own_workloads import first_saved, killed_after
 from pipelines import share_generator
 from processes import Processes
 from smolcluster.algorithms.DiLoCo import rounds
@@ -256,14 +256,10 @@ def test_a_resumed_run_goes_on_with_the_moments_that_stages_have_kept(tmp_path: 
             each.finish()
         return cluster
 
-    whole, killed = run(tmp_path / "whole").folder, tmp_path / "killed"
-    first = min((whole / "checkpoints").glob("step-*"))  # a later one if the disk was busy
-    place, step = first.relative_to(whole), int(first.name[5:])
-    for part in (place, Path("test-run")):
-        shutil.copytree(whole / part, killed / part)
-    (killed / "checkpoints" / "latest").symlink_to(place.name)
+    whole = run(tmp_path / "whole")
+    step = first_saved(whole)
     expected, _ = own_workloads.alone(settings, made())
-    resumed = run(killed, resume=True)
+    resumed = run(killed_after(whole.folder, tmp_path / "killed", step), resume=True)
     assert resumed.losses == pytest.approx(expected[step:], rel=1e-9)
 
 

@@ -5,7 +5,6 @@ those are resumed from here, each in a folder of its own. That servers and worke
 in `tests/faults`.
 """
 
-import shutil
 import signal
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import torch
 
 from harness import Cluster, assert_applied_once, local_settings
 from launching import wait_until
-from own_workloads import ALGORITHMS, KINDS, NODES, run, settings_for
+from own_workloads import ALGORITHMS, KINDS, NODES, killed_after, run, settings_for
 from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.configs.schema import AlgorithmName, Settings
@@ -35,14 +34,6 @@ SMALL = ("num_epochs=2", "model.hidden=16", *KEPT)
 def no_checkpoint_is_left_out(monkeypatch: pytest.MonkeyPatch, no_flushing: None) -> None:
     """Training waits for the disk, however slow; else a busy disk would leave some steps out."""
     monkeypatch.setattr(CheckpointWriter, "submit", CheckpointWriter._write)
-
-
-def killed_after(step: int, whole: Path, folder: Path) -> Path:
-    """A run's folder in which a server was killed soon after it saved that step."""
-    name = f"step-{step:08d}"
-    shutil.copytree(whole / "checkpoints" / name, folder / "checkpoints" / name)
-    (folder / "checkpoints" / "latest").symlink_to(name)
-    return folder
 
 
 def steps_of(cluster: Cluster) -> list[tuple[object, ...]]:
@@ -108,7 +99,7 @@ def test_killed_after_a_checkpoint_it_ends_as_an_undisturbed_run(
     whole = run(settings, tmp_path / "whole", algorithm, workload)
     num_steps = len(whole.metrics.steps)
     for step in sorted({1, num_steps // 3, num_steps // 2, num_steps - 1}):
-        folder = killed_after(step, tmp_path / "whole", tmp_path / str(step))
+        folder = killed_after(whole.folder, tmp_path / str(step), step)
         resumed = run(settings, folder, algorithm, workload, resume=True)
         assert_same_end(resumed, whole, step)
 
@@ -199,7 +190,7 @@ def answer_at_once(server: syncps.Server, after: int) -> None:
 def test_four_workers_of_syncps_lose_as_an_undisturbed_run(tmp_path: Path) -> None:
     settings = settings_for("syncps", 4, *SMALL, "global_batch_size=128")
     whole = run(settings, tmp_path / "whole", "syncps")
-    folder = killed_after(7, tmp_path / "whole", tmp_path / "killed")
+    folder = killed_after(whole.folder, tmp_path / "killed", 7)
     resumed = run(settings, folder, "syncps", resume=True)
     assert resumed.losses == pytest.approx(whole.losses[7:], rel=1e-6)
     assert_counted(resumed)
@@ -221,7 +212,7 @@ def test_every_sample_is_applied_once_whoever_comes_back(
 
     whole = run(configured(3), tmp_path / "whole", algorithm)
     for step in (20, 45, 70):
-        folder = killed_after(step, tmp_path / "whole", tmp_path / str(step))
+        folder = killed_after(whole.folder, tmp_path / str(step), step)
         resumed = run(configured(num_workers), folder, algorithm, resume=True)
         records = [*whole.metrics.steps[:step], *resumed.metrics.steps]
         assert_applied_once(records, whole.training.num_samples, 2)
