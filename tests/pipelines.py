@@ -1,7 +1,6 @@
 """Pipelines in one process: their stages' compute, executed by hand or over links on loopback."""
 
 import copy
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from harness import SECRET
-from peers import DEADLINE_S
+from peers import DEADLINE_S, logger
 from smolcluster.algorithms.PipelineParallel import worker
 from smolcluster.algorithms.PipelineParallel.automatic import measure
 from smolcluster.algorithms.PipelineParallel.execution import Execution, OwnStage, StepOutcome
@@ -39,10 +38,12 @@ from smolcluster.utils.isolated_rng import forked_rng
 from smolcluster.utils.meter import Meter
 from smolcluster.utils.seed import derive_seed
 from smolcluster.wire.handshake import introduce
-from smolcluster.wire.messages import StageNeighbour
+from smolcluster.wire.messages import MeasuredLayer, StageNeighbour
 from smolcluster.wire.node import Node
+from smolcluster.wire.security import Secret
 
 SEED = 7
+BUCKET_BYTES = 4096
 
 
 def share_generator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,6 +127,13 @@ def assert_are_the_model(workload: Workload, stages: Sequence[Stage], batch: Any
         torch.testing.assert_close(sums[name], gradient, rtol=1e-4, atol=1e-6)
 
 
+def measured_layer(seconds: float = 0.0, **changes: Any) -> MeasuredLayer:
+    """What a layer costs on a machine where each part of a pass takes so long."""
+    given: dict[str, Any] = dict.fromkeys(("forward_s", "input_s", "weight_s"), seconds)
+    given |= {"trained_bytes": 1000, "frozen_bytes": 0, "activation_bytes": 10}
+    return MeasuredLayer(**given | {"output_bytes": 4096} | changes)
+
+
 def even_cuts(workload: Workload, num_stages: int) -> list[int]:
     layers = num_layers(workload)
     return [round(stage * layers / num_stages) for stage in range(num_stages + 1)]
@@ -203,48 +211,72 @@ def by_hand(
     return StageLoss(sum(each.total for each in losses), sum(each.num_terms for each in losses))
 
 
+class Linked:
+    """A rank's links, and what others are told of it."""
+
+    def __init__(self, rank: int, secret: Secret = SECRET) -> None:
+        self.log: list[str] = []
+        self.rank, hello = rank, introduce(f"node{rank}")
+        self.links = Links(
+            Node(hello=hello, secret=secret, log=logger(self.log)),
+            server=None,
+            bucket_bytes=BUCKET_BYTES,
+            heartbeat_timeout_s=DEADLINE_S,
+        )
+        self.known = StageNeighbour(
+            rank=rank,
+            node=hello.node,
+            instance=hello.instance,
+            places=self.links.listen(["127.0.0.1"]),
+        )
+
+    def route(
+        self, neighbours: Sequence[StageNeighbour], ranks: Sequence[int], **changes: Any
+    ) -> Route:
+        given: dict[str, Any] = {"attempt": 1, "step": 0, "codec": "fp32"} | changes
+        given.setdefault("patience_s", DEADLINE_S)
+        return Route(rank=self.rank, ranks=tuple(ranks), neighbours=tuple(neighbours), **given)
+
+
+@contextmanager
+def linked(num_ranks: int) -> Iterator[list[Linked]]:
+    """The links of so many ranks, which `connect` connects."""
+    with ExitStack() as stack:
+        made = [Linked(rank) for rank in range(num_ranks)]
+        for each in made:
+            stack.callback(each.links.close)
+        yield made
+
+
+def connect(ranks: Sequence[Linked], stages: Sequence[int] = (), **changes: Any) -> None:
+    """Let each rank reach those with which it exchanges anything, at the same time.
+
+    `stages`: the rank of each; one stage a rank if none are given.
+    """
+
+    def reach(number: int) -> None:
+        own = ranks[number]
+        others = [each.known for each in ranks if each is not own]
+        own.links.connect(own.route(others, stages or range(len(ranks)), **changes), DEADLINE_S)
+
+    at_once(reach, len(ranks))
+
+
 @contextmanager
 def executions(
     schedule: Schedule, stages: Sequence[OwnStage], *, codec: str = "fp32"
 ) -> Iterator[list[Execution]]:
     """One for each rank, whose links are connected over loopback."""
     ranks = stage_ranks(schedule)
-    with ExitStack() as stack:
-        links, known = [], []
-        for rank in range(len(schedule)):
-            hello = introduce(f"node{rank}")
-            made = Links(
-                Node(hello=hello, secret=SECRET, log=logging.getLogger("test")),
-                server=None,
-                bucket_bytes=4096,
-                heartbeat_timeout_s=DEADLINE_S,
-            )
-            stack.callback(made.close)
-            places = made.listen(["127.0.0.1"])
-            links.append(made)
-            known.append(
-                StageNeighbour(rank=rank, node=hello.node, instance=hello.instance, places=places)
-            )
-
-        def connect(rank: int) -> None:
-            others = tuple(each for each in known if each.rank != rank)
-            route = Route(
-                rank,
-                attempt=1,
-                step=0,
-                ranks=ranks,
-                neighbours=others,
-                codec=codec,
-                patience_s=DEADLINE_S,
-            )
-            links[rank].connect(route, DEADLINE_S)
-
-        at_once(connect, len(schedule))
+    with linked(len(schedule)) as made:
+        connect(made, ranks, codec=codec)
         own = [
-            {number: stages[number] for number, of in enumerate(ranks) if of == rank}
-            for rank in range(len(schedule))
+            {number: stages[number] for number, of in enumerate(ranks) if of == each.rank}
+            for each in made
         ]
-        yield [Execution(each, ranks, one, Meter()) for each, one in zip(own, links, strict=True)]
+        yield [
+            Execution(its, ranks, each.links, Meter()) for its, each in zip(own, made, strict=True)
+        ]
 
 
 def run_step(

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import own_workloads
 import pipelines
 from harness import DEADLINE_S, Cluster, Outcome, local_settings
-from pipelines import share_generator
+from pipelines import measured_layer, share_generator
 from pretrained_models import adapters, saved
 from smolcluster.algorithms.PipelineParallel import coordinator, moving, worker
 from smolcluster.algorithms.PipelineParallel.automatic import measure
@@ -49,7 +49,7 @@ from smolcluster.training.schedules.simulation import Span
 from smolcluster.training.workload import Metric, OfLoss, Terms, Workload
 from smolcluster.utils.stopping import Interrupted
 from smolcluster.wire.inbox import Event
-from smolcluster.wire.messages import LayersMeasured, MeasuredLayer, Message, Planned
+from smolcluster.wire.messages import LayersMeasured, Message, Planned
 from smolcluster.wire.node import Node
 from tiers import at_night
 
@@ -278,18 +278,7 @@ def test_the_layers_are_dealt_out_by_what_they_take(tmp_path: Path) -> None:
 
 def costing(seconds: Sequence[float]) -> LayersMeasured:
     """Layers that cost the same anywhere, and take so long."""
-    kinds = tuple(
-        MeasuredLayer(
-            forward_s=each,
-            input_s=each,
-            weight_s=each,
-            trained_bytes=1000,
-            frozen_bytes=0,
-            activation_bytes=10,
-            output_bytes=4096,
-        )
-        for each in dict.fromkeys(seconds)
-    )
+    kinds = tuple(map(measured_layer, dict.fromkeys(seconds)))
     layers = tuple(list(dict.fromkeys(seconds)).index(each) for each in seconds)
     return LayersMeasured(kinds=kinds, layers=layers, memory_bytes=10**9, device="cpu")
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pipelines import measured_layer
 from smolcluster.algorithms.planning.layers import Link, Problem, one_more, plan_layers
 from smolcluster.algorithms.planning.measured import problem_of
 from smolcluster.configs.resolve import load_settings
@@ -35,19 +36,11 @@ def settings(**train: Any) -> Settings:
 
 
 def speeds(seconds: Mapping[str, float], num_layers: int = 6) -> dict[str, LayerSpeeds]:
-    def layer(each: float) -> MeasuredLayer:
-        return MeasuredLayer(
-            forward_s=each,
-            input_s=each,
-            weight_s=each,
-            trained_bytes=1000,
-            frozen_bytes=10,
-            activation_bytes=500,
-            output_bytes=4096,
-        )
+    def layers(each: float) -> tuple[MeasuredLayer, ...]:
+        return (measured_layer(each, frozen_bytes=10, activation_bytes=500),) * num_layers
 
     return {
-        node: LayerSpeeds(layers=(layer(each),) * num_layers, memory_bytes=10**6, device="cpu")
+        node: LayerSpeeds(layers=layers(each), memory_bytes=10**6, device="cpu")
         for node, each in seconds.items()
     }
 

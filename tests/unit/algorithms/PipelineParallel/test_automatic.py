@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from pipelines import measured_layer
 from smolcluster.algorithms.PipelineParallel.automatic import (
     automatic_cut,
     measure,
@@ -20,7 +21,7 @@ from smolcluster.configs.schema import DatasetConfig, SimpleNNConfig, TrainConfi
 from smolcluster.data.dataset import Elsewhere
 from smolcluster.errors import ConfigError
 from smolcluster.training.stages.measure import LayerSpeeds
-from smolcluster.wire.messages import MAX_LAYER_KINDS, HostPort, Listening, MeasuredLayer
+from smolcluster.wire.messages import MAX_LAYER_KINDS, HostPort, Listening
 
 TRAIN = TrainConfig(
     batch_size=64, model=SimpleNNConfig(hidden=4), dataset=DatasetConfig(name="digits")
@@ -28,22 +29,10 @@ TRAIN = TrainConfig(
 NUM_LAYERS = 32
 
 
-def layer(seconds: float, trained_bytes: int = 1000) -> MeasuredLayer:
-    return MeasuredLayer(
-        forward_s=seconds,
-        input_s=seconds,
-        weight_s=seconds,
-        trained_bytes=trained_bytes,
-        frozen_bytes=0,
-        activation_bytes=10,
-        output_bytes=4096,
-    )
-
-
 def reported(
     seconds: float, *, memory_bytes: int = 10**9, host: str = "", num_layers: int = NUM_LAYERS
 ) -> Peer:
-    layers = (layer(seconds),) * num_layers
+    layers = (measured_layer(seconds),) * num_layers
     speeds = LayerSpeeds(layers=layers, memory_bytes=memory_bytes, device="cpu")
     places = (HostPort(host=host or f"10.0.0.{int(1e3 * seconds)}", port=7777),)
     return Peer(Mock(), Listening(places=places), message_of(speeds))
@@ -100,9 +89,9 @@ def test_schedules_of_several_stages_a_machine_are_cut_evenly() -> None:
 
 
 def test_alike_layers_are_sent_once_and_too_many_kinds_not_at_all() -> None:
-    alike = LayerSpeeds(layers=(layer(0.1),) * 80, memory_bytes=1, device="cpu")
+    alike = LayerSpeeds(layers=(measured_layer(0.1),) * 80, memory_bytes=1, device="cpu")
     assert len(message_of(alike).kinds) == 1
-    layers = tuple(layer(0.1, size) for size in range(MAX_LAYER_KINDS + 1))
+    layers = tuple(measured_layer(0.1, trained_bytes=size) for size in range(MAX_LAYER_KINDS + 1))
     with pytest.raises(ValueError, match="too many"):
         message_of(alike.model_copy(update={"layers": layers}))
 

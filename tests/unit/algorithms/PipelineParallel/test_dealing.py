@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from pipelines import measured_layer
 from smolcluster.algorithms.PipelineParallel.automatic import automatic_cut, message_of
 from smolcluster.algorithms.PipelineParallel.config import PipelineConfig
 from smolcluster.algorithms.PipelineParallel.crew import Peer
@@ -21,16 +22,7 @@ from smolcluster.wire.messages import HostPort, Listening, MeasuredLayer
 TRAIN = TrainConfig(
     batch_size=64, model=SimpleNNConfig(hidden=4), dataset=DatasetConfig(name="digits")
 )
-LAYER = MeasuredLayer(
-    forward_s=0,
-    input_s=0,
-    weight_s=0,
-    trained_bytes=1000,
-    frozen_bytes=0,
-    activation_bytes=100,
-    output_bytes=10,
-    input_bytes=10,
-)
+LAYER = measured_layer(activation_bytes=100, output_bytes=10, input_bytes=10)
 """With gradients and two moments 4000 bytes."""
 CUT = StageMap((0, 6, 8), (0, 1), ("mini1", "pi5"))
 NEEDED = 6 * 4000 + 2 * 6 * 100

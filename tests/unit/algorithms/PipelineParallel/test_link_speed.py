@@ -1,20 +1,12 @@
 """What a link carries: which pairs are measured at the same time, and one over loopback."""
 
-import logging
-from contextlib import ExitStack
-
 import pytest
 
-from harness import SECRET
 from peers import DEADLINE_S
-from pipelines import at_once
+from pipelines import at_once, linked
 from smolcluster.algorithms.PipelineParallel import link_speed
 from smolcluster.algorithms.PipelineParallel.link_speed import UNMEASURED, Survey, measure_link
-from smolcluster.algorithms.PipelineParallel.links import Links, Route
 from smolcluster.algorithms.planning.layers import Link
-from smolcluster.wire.handshake import introduce
-from smolcluster.wire.messages import StageNeighbour
-from smolcluster.wire.node import Node
 
 FAST = Link(1e8, 1e-3)
 
@@ -67,27 +59,10 @@ def test_two_processes_measure_what_each_sends_the_other(
     enough_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link_speed, "ENOUGH_S", enough_s)
-    with ExitStack() as stack:
-        links, known = [], []
-        for rank in range(2):
-            hello = introduce(f"node{rank}")
-            made = Links(
-                Node(hello=hello, secret=SECRET, log=logging.getLogger("test")),
-                server=None,
-                bucket_bytes=4096,
-                heartbeat_timeout_s=DEADLINE_S,
-            )
-            stack.callback(made.close)
-            places = made.listen(["127.0.0.1"])
-            known.append(
-                StageNeighbour(rank=rank, node=hello.node, instance=hello.instance, places=places)
-            )
-            links.append(made)
+    with linked(2) as made:
 
         def measured(rank: int) -> Link:
-            other = (known[1 - rank],)
-            route = Route(rank, attempt=1, step=0, ranks=(0, 1), neighbours=other, codec="fp32")
-            return measure_link(links[rank], route)
+            return measure_link(made[rank].links, made[rank].route([made[1 - rank].known], (0, 1)))
 
         for each in at_once(measured, 2):
             assert 0 < each.latency_s < DEADLINE_S

@@ -3,23 +3,22 @@
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from harness import SECRET
-from peers import DEADLINE_S, logger, opened
+from peers import DEADLINE_S, opened
+from pipelines import BUCKET_BYTES, Linked, connect, linked
 from proxy import Proxy
 from smolcluster.algorithms.PipelineParallel import links as links_module
-from smolcluster.algorithms.PipelineParallel.links import Links, Route, _Incoming
+from smolcluster.algorithms.PipelineParallel.links import _Incoming
 from smolcluster.algorithms.PipelineParallel.transfers import Key, Mailbox, encode
 from smolcluster.errors import (
     AuthError,
@@ -31,86 +30,35 @@ from smolcluster.errors import (
 )
 from smolcluster.training.schedules.instructions import Instruction, Op
 from smolcluster.wire import node
-from smolcluster.wire.handshake import introduce
-from smolcluster.wire.messages import HostPort, StageNeighbour, TensorSpec, Transfer, TransferPiece
+from smolcluster.wire.messages import HostPort, TensorSpec, Transfer, TransferPiece
 from smolcluster.wire.node import Node
 from smolcluster.wire.security import Secret
 from smolcluster.wire.streams import byte_frames
 from waiting import eventually
 
-HOST = "127.0.0.1"
-BUCKET_BYTES = 4096
-
-
-class Stage:
-    """A stage's links, and what others are told of it."""
-
-    def __init__(self, rank: int, secret: Secret = SECRET, heartbeat_timeout_s: float = 60) -> None:
-        self.log: list[str] = []
-        self.rank, hello = rank, introduce(f"node{rank}")
-        self.links = Links(
-            Node(hello=hello, secret=secret, log=logger(self.log)),
-            server=None,
-            bucket_bytes=BUCKET_BYTES,
-            heartbeat_timeout_s=heartbeat_timeout_s,
-        )
-        self.known = StageNeighbour(
-            rank=rank,
-            node=hello.node,
-            instance=hello.instance,
-            places=self.links.listen([HOST]),
-        )
-
-    def route(
-        self, neighbours: Sequence[StageNeighbour], ranks: Sequence[int], **changes: Any
-    ) -> Route:
-        given: dict[str, Any] = {"attempt": 1, "step": 0, "codec": "fp32"} | changes
-        given.setdefault("patience_s", DEADLINE_S)
-        return Route(rank=self.rank, ranks=tuple(ranks), neighbours=tuple(neighbours), **given)
-
-
-MakeStages = Callable[..., list[Stage]]
+MakeStages = Callable[[int], list[Linked]]
 
 
 @pytest.fixture
 def stages() -> Iterator[MakeStages]:
     """Makes stages that are closed with the test."""
     with ExitStack() as stack:
-
-        def make(num_stages: int, **options: Any) -> list[Stage]:
-            made = [Stage(rank, **options) for rank in range(num_stages)]
-            for each in made:
-                stack.callback(each.links.close)
-            return made
-
-        yield make
+        yield lambda num_stages: stack.enter_context(linked(num_stages))
 
 
-def connect(stages: Sequence[Stage], ranks: Sequence[int] = (), **changes: Any) -> None:
-    """Let each reach those with which it exchanges anything, at the same time."""
-    ranks = ranks or range(len(stages))
-
-    def reach(stage: Stage) -> None:
-        others = [each.known for each in stages if each is not stage]
-        stage.links.connect(stage.route(others, ranks, **changes), DEADLINE_S)
-
-    with ThreadPoolExecutor(len(stages)) as pool:
-        list(pool.map(reach, stages))
-
-
-def outbox_of(stage: Stage, neighbour: Stage) -> links_module._Outbox:
+def outbox_of(stage: Linked, neighbour: Linked) -> links_module._Outbox:
     outbox = stage.links._outbox(neighbour.known)
     assert outbox is not None
     return outbox
 
 
-def flush(stage: Stage, neighbour: Stage) -> None:
+def flush(stage: Linked, neighbour: Linked) -> None:
     """Wait until what was sent has left."""
     assert outbox_of(stage, neighbour).session.flush(DEADLINE_S)
 
 
 @contextmanager
-def held_back(stage: Stage, neighbour: Stage) -> Iterator[links_module._Outbox]:
+def held_back(stage: Linked, neighbour: Linked) -> Iterator[links_module._Outbox]:
     """Let nothing leave for the neighbour within the block."""
     outbox, entered, may_go = outbox_of(stage, neighbour), threading.Event(), threading.Event()
 
@@ -308,7 +256,7 @@ def test_a_wrong_secret_is_said_on_both_sides(
     monkeypatch.setattr(links_module, "DIAL_TIMEOUT_S", 0.1)
     monkeypatch.setattr(node, "LAST_TRY_S", DEADLINE_S)
     [low] = stages(1)
-    stranger = Stage(1, secret=Secret(Path("theirs"), b"x" * 64))
+    stranger = Linked(1, secret=Secret(Path("theirs"), b"x" * 64))
     try:
         low.links._route = low.route([stranger.known], (0, 1))
         with pytest.raises(AuthError, match=r"link to stage 0 \(node0\).*theirs"):
@@ -465,11 +413,11 @@ def test_a_neighbour_is_not_taken_for_another_one(
 
 
 @pytest.fixture
-def proxied(stages: MakeStages) -> Iterator[tuple[Stage, Stage, Proxy]]:
+def proxied(stages: MakeStages) -> Iterator[tuple[Linked, Linked, Proxy]]:
     """Two stages, of which the higher one reaches the lower one through a proxy."""
     low, high = stages(2)
     proxy = Proxy(low.known.places[0].port)
-    there = low.known.model_copy(update={"places": (HostPort(host=HOST, port=proxy.port),)})
+    there = low.known.model_copy(update={"places": (HostPort(host="127.0.0.1", port=proxy.port),)})
     with ThreadPoolExecutor(1) as pool:
         route = low.route([high.known], (0, 1))
         waiting = pool.submit(low.links.connect, route, DEADLINE_S)
@@ -481,7 +429,7 @@ def proxied(stages: MakeStages) -> Iterator[tuple[Stage, Stage, Proxy]]:
 
 @pytest.mark.parametrize("fault", ["corrupt", "truncate", "reset"])
 def test_a_message_that_is_not_whole_is_never_computed_with(
-    proxied: tuple[Stage, Stage, Proxy], fault: str
+    proxied: tuple[Linked, Linked, Proxy], fault: str
 ) -> None:
     low, high, proxy = proxied
     sent = values(64, 1024)

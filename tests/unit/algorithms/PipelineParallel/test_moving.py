@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from pipelines import measured_layer
 from smolcluster.algorithms.PipelineParallel import moving
 from smolcluster.algorithms.PipelineParallel.automatic import slowed
 from smolcluster.algorithms.PipelineParallel.moving import (
@@ -18,7 +19,7 @@ from smolcluster.algorithms.PipelineParallel.moving import (
 )
 from smolcluster.algorithms.planning.layers import Layer, Machine, Problem, plan_again, plan_layers
 from smolcluster.training.schedules.simulation import Costs
-from smolcluster.wire.messages import LayersMeasured, MeasuredLayer
+from smolcluster.wire.messages import LayersMeasured
 
 NUM_LAYERS = 12
 LAYER_S = 3e-3
@@ -157,16 +158,8 @@ def test_too_few_steps_and_the_first_one_say_nothing() -> None:
 
 def test_waiting_is_no_computing_and_a_machines_layers_become_slower_together() -> None:
     assert seconds_computed({"F": 1.0, "B": 2.0, "I": 4.0, "W": 8.0, "wait": 16.0}) == 15.0
-    layer = MeasuredLayer(
-        forward_s=1.0,
-        input_s=2.0,
-        weight_s=3.0,
-        trained_bytes=4,
-        frozen_bytes=0,
-        activation_bytes=5,
-        output_bytes=6,
-    )
+    layer = measured_layer(forward_s=1.0, input_s=2.0, weight_s=3.0)
     measured = LayersMeasured(kinds=(layer,), layers=(0, 0), memory_bytes=1, device="cpu")
     [found] = slowed(measured, 3.0).kinds
     assert (found.forward_s, found.input_s, found.weight_s) == (3.0, 6.0, 9.0)
-    assert found.trained_bytes == 4
+    assert found.trained_bytes == layer.trained_bytes
