@@ -70,12 +70,16 @@ def test_a_slice_comes_whole_and_nothing_before_or_after_it() -> None:
     setup = store_setup(Held, addresses=("127.0.0.1",))
     answer = Accepted(bucket_bytes=BUCKET_BYTES, heartbeat_timeout_s=1.0)
     take = StoreSession(setup, cast("Connection", None), answer)
-    span, buckets = range(ADAM.first, ADAM.stop), buckets_of(ADAM, BUCKET_BYTES)
-    sent = {name: torch.randn(488) for name in ADAM.contents}
-    frames = slice_frames(sent, buckets, span, incarnation="here", version=3)
+    whole = ADAM.model_copy(update={"first": 0})
+    span, buckets = range(whole.first, whole.stop), buckets_of(whole, BUCKET_BYTES)
+    sent = {name: torch.randn(1000) for name in whole.contents}
+    held = {name: values.clone() for name, values in sent.items()}
+    frames = slice_frames(held, buckets, span, incarnation="here", version=3)
+    for values in held.values():
+        values.zero_()  # as a server that takes the next step
     with pytest.raises(ProtocolError, match="of no slice"):
         take(*opened(frames[0]))
-    events = [take(ADAM, memoryview(b"")), *(take(*opened(frame)) for frame in frames)]
+    events = [take(whole, memoryview(b"")), *(take(*opened(frame)) for frame in frames)]
     assert events[:-1] == [None] * len(frames)
     assert isinstance(events[-1], SliceArrived)
     for name, values in sent.items():
