@@ -273,23 +273,3 @@ def test_a_server_without_a_checkpoint_begins(parts: Parts) -> None:
     assert (server.version, server.samples_applied) == (0, 0)
     assert server.next_batch(1) == Range(0, 0, 30)
     assert parts.happened(RunResumed) == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"algorithm": "edp"}, "was trained by algorithm edp, not by syncps"),
-        ({"dataset_fingerprint": "e" * 64}, "was trained on other data"),
-        ({"samples_applied": 10**9}, "has applied 1,000,000,000 samples, num_epochs = 3 has"),
-        ({"progress": {RESIDUAL: 30}}, "the progress of step 4 cannot be read"),
-    ],
-)
-def test_a_checkpoint_of_something_else_is_refused(
-    parts: Parts, tmp_path: Path, changes: dict[str, Any], sentence: str
-) -> None:
-    checkpoint = checkpoint_of(parts, tmp_path, **changes)
-    with pytest.raises(CheckpointError, match=sentence):
-        Server(replace(parts.context, checkpoint=checkpoint))
-    if "progress" not in changes:
-        params = parts.context.training.replica.params
-        assert torch.equal(params, torch.full_like(params, 0.5)), "nothing was changed"
