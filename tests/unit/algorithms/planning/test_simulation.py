@@ -2,20 +2,12 @@
 
 import pytest
 
-from smolcluster.algorithms.planning.costs import Interface, Site, Worker
 from smolcluster.algorithms.planning.simulation import Done, Flow, Process, Simulation, Sleep
-
-
-def site_of(*up: float, limit: float = 100.0) -> Site:
-    workers = tuple(
-        Worker(f"w{place}", 1.0, up_bytes_s=each, down_bytes_s=each, via="eth0")
-        for place, each in enumerate(up)
-    )
-    return Site(workers, {"eth0": Interface(limit, limit)})
+from unit.algorithms.planning.sites import site
 
 
 def test_flows_share_a_link_until_one_has_ended() -> None:
-    simulation, ended = Simulation(site_of(100, 100)), {}
+    simulation, ended = Simulation(site(100, 100, limit=100)), {}
 
     def send(place: int, nbytes: float) -> Process:
         yield Flow(place, "up", nbytes)
@@ -28,7 +20,7 @@ def test_flows_share_a_link_until_one_has_ended() -> None:
 
 
 def test_a_slow_link_leaves_the_rest_to_others_and_directions_are_apart() -> None:
-    simulation, ended = Simulation(site_of(10, 200)), {}
+    simulation, ended = Simulation(site(10, 200, limit=100)), {}
 
     def send(name: str, flow: Flow) -> Process:
         yield flow
@@ -42,7 +34,7 @@ def test_a_slow_link_leaves_the_rest_to_others_and_directions_are_apart() -> Non
 
 
 def test_who_waits_for_another_goes_on_with_it() -> None:
-    simulation, done, said = Simulation(site_of(1)), Done(), list[tuple[str, float]]()
+    simulation, done, said = Simulation(site(1)), Done(), list[tuple[str, float]]()
 
     def waits() -> Process:
         yield done
@@ -61,7 +53,7 @@ def test_who_waits_for_another_goes_on_with_it() -> None:
 
 
 def test_a_server_does_one_thing_after_the_other() -> None:
-    simulation, ended = Simulation(site_of(1)), list[float]()
+    simulation, ended = Simulation(site(1)), list[float]()
 
     def ask() -> Process:
         yield simulation.serve(2)
@@ -74,7 +66,7 @@ def test_a_server_does_one_thing_after_the_other() -> None:
 
 
 def test_it_ends_however_much_happens() -> None:
-    simulation = Simulation(site_of(1))
+    simulation = Simulation(site(1))
 
     def hurries() -> Process:
         while True:
