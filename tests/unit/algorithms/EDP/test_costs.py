@@ -8,6 +8,7 @@ from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import Settings
 from unit.algorithms.planning.sites import FAST_BYTES_S, site
 
+
 def settings_of(*overrides: str, num_workers: int = 4) -> Settings:
     return load_settings(
         "edp", "stdlib", None, overrides, {}, local=True, local_workers=num_workers

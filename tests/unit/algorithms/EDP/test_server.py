@@ -1,7 +1,6 @@
 """EDP's server in the test's own hands: what becomes of every push, and who gets which weights and leases."""
 
 import operator
-import struct
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -30,7 +29,7 @@ from smolcluster.server.push import GradientSender, Pushed
 from smolcluster.server.weights import StateReceiver, WeightsArrived
 from smolcluster.server.worker_pool import Departed
 from smolcluster.training.compute import BatchLoss
-from smolcluster.wire.frames import Frame, build_frame, check_head
+from smolcluster.wire.frames import Frame
 from smolcluster.wire.messages import Ack, Assignment, LeaseKey, Pull, Skip, State
 
 INSTANCE = "0123456789abcdef"
@@ -307,31 +306,6 @@ def test_a_push_beyond_the_bound_is_dropped_and_its_samples_are_handed_out_again
     stage.hand_out()
     assert slow.lease().start == old_lease.start
     assert slow.push(old_lease, base_version=3).outcome == "late", "its grant is over"
-
-
-def spoiled(frames: list[Frame], puppet: Puppet) -> None:
-    """A push whose second bucket holds NaN, as a worker would send it that does not check."""
-    puppet.hand.connection.send_frame(frames[0])
-    kind, payload = frames[1].kind, bytearray(frames[1].payload)
-    payload[8:12] = struct.pack("<f", float("nan"))
-    header = check_head(frames[1].head)
-    puppet.hand.connection.send_frame(build_frame(kind, header, payload))
-
-
-def test_a_push_with_nan_costs_its_connection_and_nothing_else(stage: Stage) -> None:
-    faulty, lease = working(stage, 1)
-    honest, honest_lease = working(stage, 2)
-    before = stage.weights
-    spoiled(faulty.frames(lease), faulty)
-    stage.house.until(lambda: stage.count(Departed) == 1)
-    faulty.hand.hear_the_end()
-    assert torch.equal(stage.weights, before)
-    (lost,) = stage.parts.happened(WorkerLost)
-    assert isinstance(lost, WorkerLost)
-    assert "NaN or infinity" in lost.reason
-    assert len(stage.parts.happened(LeaseReturned)) == 2
-    assert stage.server.report.counts.tally.pushes["lost"] == 1
-    assert honest.push(honest_lease).outcome == "applied"
 
 
 UNCLIPPED = ("gradient_clipping.enabled=false", "optimizer=adam")

@@ -23,9 +23,7 @@ def test_without_links_parts_are_as_large_as_machines_are_fast() -> None:
     sizes, uploads = sizes_and_uploads(own, 1000, settings)
     assert sizes == [20, 80]
     assert uploads == [0, 0]
-    assert predict(own, JOB, settings).samples_per_s == pytest.approx(
-        50 / 0.4 + 50 / 0.1, rel=0.02
-    )
+    assert predict(own, JOB, settings).samples_per_s == pytest.approx(50 / 0.4 + 50 / 0.1, rel=0.02)
 
 
 def test_a_worker_whose_way_is_longer_than_the_step_has_no_part() -> None:

@@ -25,7 +25,6 @@ from smolcluster.configs.schema import AlgorithmName
 from smolcluster.configs.spec import get_algorithm
 from unit.algorithms.planning.sites import FAST_BYTES_S, site
 
-
 slow = partial(site, limit=100.0)
 
 
