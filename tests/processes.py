@@ -120,6 +120,16 @@ class Processes:
         self.children.append(child)
         return child
 
+    def smolcluster(self, *words: str, forked: bool = True) -> Child:
+        """Start a command of `smolcluster`."""
+        return self.start(sys.executable, "-m", "smolcluster.cli", *words, forked=forked)
+
+    def ended(self, *words: str, forked: bool = True) -> str:
+        """What a command of `smolcluster` has printed that ended well."""
+        child = self.smolcluster(*words, forked=forked)
+        assert child.wait() == 0, child.output
+        return child.output
+
     def server(self, *arguments: str, algorithm: str = "edp") -> Child:
         """Start EDP's server file, as a person would."""
         return self.start(sys.executable, str(get_algorithm(algorithm).server), *arguments)

@@ -1,17 +1,22 @@
 """`launch --script`: real processes, one of which is killed and started again."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from harness import free_port
+from processes import Processes
 from smolcluster.runs.summary import read_summary
 
 pytestmark = pytest.mark.nightly
+
+
+@pytest.fixture(autouse=True)
+def beside_the_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands are given in the folder that has the scripts."""
+    monkeypatch.chdir(tmp_path)
+
 
 SCRIPT = """
 import os
@@ -42,13 +47,14 @@ print("the script ends in", cluster.run_id, "as", os.environ["SMOLCLUSTER_NAME"]
 """
 
 
-def test_a_script_that_never_attaches_is_told_of_at_once(tmp_path: Path) -> None:
+def test_a_script_that_never_attaches_is_told_of_at_once(
+    tmp_path: Path, processes: Processes
+) -> None:
     (tmp_path / "train.py").write_text("print('trained alone')")
     with pytest.raises(
         AssertionError, match=r"ended without smolcluster\.attach\(model, optimizer\)"
     ):
-        smolcluster(
-            tmp_path,
+        processes.ended(
             *("launch", "edp", "--local", "--workers", "1", "--no-tmux", "--script", "train.py"),
             *("--override", f"port={free_port()}", "metrics_port=null", "start_timeout_s=3600"),
         )
@@ -98,13 +104,12 @@ losses = trainer.main("the launcher says which", str(folder / "trained"))
 
 
 def test_a_trainer_on_two_workers_of_which_one_is_killed_counts_every_sample(
-    tmp_path: Path,
+    tmp_path: Path, processes: Processes
 ) -> None:
     """The other one waits in its fourth step until the killed one is back."""
     (tmp_path / "train.py").write_text(TRAINER)
     examples = Path(__file__).resolve().parents[2] / "examples" / "attach"
-    said = smolcluster(
-        tmp_path,
+    said = processes.ended(
         *("launch", "edp", "--local", "--workers", "2", "--no-tmux"),
         *("--script", f"train.py {examples} {tmp_path}"),
         *("--override", f"port={free_port()}", "min_workers=2", "metrics_port=null"),
@@ -119,27 +124,6 @@ def test_a_trainer_on_two_workers_of_which_one_is_killed_counts_every_sample(
     assert summary.final.train_loss < 2.0, "it began with that of guessing one of 16, 2.8"
 
 
-def smolcluster(folder: Path, *words: str) -> str:
-    """A command to its end; what it printed."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "smolcluster.cli", *words],
-        cwd=folder,
-        env=os.environ
-        | {
-            "SMOLCLUSTER_RUNS_DIR": str(folder / "runs"),
-            "SMOLCLUSTER_SECRET_FILE": str(folder / "secret"),
-            "WANDB_MODE": "disabled",
-        },
-        capture_output=True,
-        text=True,
-        timeout=540,
-        check=False,
-    )
-    said = ended.stdout + ended.stderr
-    assert ended.returncode == 0, said
-    return said
-
-
 @pytest.mark.parametrize(
     ("algorithm", "num_workers"),
     [
@@ -149,7 +133,7 @@ def smolcluster(folder: Path, *words: str) -> str:
     ],
 )
 def test_a_killed_script_is_started_again_and_a_resumed_run_goes_on(
-    tmp_path: Path, algorithm: str, num_workers: int
+    tmp_path: Path, processes: Processes, algorithm: str, num_workers: int
 ) -> None:
     """Every sample counts once, before and after."""
     script = tmp_path / "train.py"
@@ -162,8 +146,7 @@ def test_a_killed_script_is_started_again_and_a_resumed_run_goes_on(
         "metrics_port=null",
         "checkpoint_steps=4",
     )
-    said = smolcluster(
-        tmp_path,
+    said = processes.ended(
         *("launch", algorithm, "--local", "--workers", str(num_workers), "--no-tmux"),
         *("--script", f"train.py {marker}", "--override", *overrides),
         f"min_workers={num_workers}",
@@ -175,7 +158,7 @@ def test_a_killed_script_is_started_again_and_a_resumed_run_goes_on(
     assert (summary.samples_applied, summary.steps) == (120, 12)
     assert f"the script ends in {algorithm}-" in said
 
-    said = smolcluster(tmp_path, "resume", "latest", "--override", "num_epochs=3")
+    said = processes.ended("resume", "latest", "--override", "num_epochs=3")
     assert "at step 12, after 120 samples" in said
     assert f"the script ends in {summary.run_id}" in said
     summary = read_summary(summary_file)

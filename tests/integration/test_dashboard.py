@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -92,9 +91,7 @@ def browser(chromium: Chrome) -> Iterator[Chrome]:
 def dashboard(processes: Processes, *arguments: str) -> tuple[Child, str]:
     """The page's server, and the address that it prints."""
     port = str(free_port())
-    child = processes.start(
-        sys.executable, "-m", "smolcluster.cli", "dashboard", "--port", port, *arguments
-    )
+    child = processes.smolcluster("dashboard", "--port", port, *arguments)
     child.wait_for("Ctrl-C")
     found = re.search(r"http://\S+", child.output)
     assert found is not None

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,6 @@ from smolcluster.runs.status import RunStatus, read_status
 from waiting import eventually
 
 pytestmark = pytest.mark.nightly
-
-COMMAND = (sys.executable, "-m", "smolcluster.cli")
 
 
 class Joined:
@@ -40,7 +37,7 @@ class Joined:
         eventually(are_there)
 
     def join(self, *words: str) -> Child:
-        return self._processes.start(*COMMAND, "join", *words)
+        return self._processes.smolcluster("join", *words)
 
 
 @pytest.fixture
@@ -90,9 +87,8 @@ def test_a_run_of_this_machine_is_joined_here_and_stopped(
     run: Joined, processes: Processes
 ) -> None:
     stated = (f"port={free_port()}", "num_epochs=100000", "metrics_port=null")
-    launch = processes.start(
-        *(*COMMAND, "launch", "edp", "--local", "--no-tmux", "--workers", "1"),
-        *("--override", *stated),
+    launch = processes.smolcluster(
+        *("launch", "edp", "--local", "--no-tmux", "--workers", "1", "--override"), *stated
     )
     run.wait_for(1)
     joining = run.join("--name", "mini9", "--detach", "--override", "metrics_port=null")
@@ -101,7 +97,6 @@ def test_a_run_of_this_machine_is_joined_here_and_stopped(
     run.wait_for(1, 2)
     started = read_launched(find_run(processes.runs).launched).processes
     assert [(each.node, each.rank) for each in started][2:] == [("mini9", 1)]
-    stop = processes.start(*COMMAND, "stop")
-    assert stop.wait() == 0, stop.output
+    processes.ended("stop")
     assert exit_code(started[2]) is not None
     launch.wait()

@@ -38,7 +38,6 @@ pp_stage{stage}_rowpar:
 """
 """Of the last part: each of four stages on two ranks."""
 MOMENTS = "exp_avg", "exp_avg_sq"
-CLI = sys.executable, "-m", "smolcluster.cli"
 
 
 def train_part(processes: Processes, number: int, overrides: Sequence[str]) -> Path:
@@ -96,10 +95,7 @@ def test_a_run_on_8_then_4_then_1_then_8_ranks_is_that_of_one_process(
         *("training.eval_steps=1000", "keep_last=10", f"data.root={text}"),
     )
     folders = [train_part(processes, number, overrides) for number in range(len(MESHES))]
-    alone = processes.start(
-        *CLI, "train", "--config=stdlib", "--run-id=alone", "--override", *overrides
-    )
-    assert alone.wait() == 0, alone.output
+    processes.ended("train", "--config=stdlib", "--run-id=alone", "--override", *overrides)
 
     settings = load_settings("edp", "stdlib", None, overrides, environ={}, local=True)
     seed = settings.cluster.seed
@@ -127,11 +123,9 @@ def test_a_run_on_8_then_4_then_1_then_8_ranks_is_that_of_one_process(
     assert losses == pytest.approx(losses_of(single), rel=1e-6)
 
     model = processes.folder / "model"
-    export = processes.start(*CLI, "export", "spread", "--to", str(model))
-    assert export.wait() == 0, export.output
+    processes.ended("export", "spread", "--to", str(model))
     assert [each.name for each in model.glob("*.safetensors")] == [MODEL_FILE]
     exported, newest = load_file(model / MODEL_FILE), kept_at(spread, len(losses), ())
     assert all(torch.equal(exported[name[1:]].flatten(), each) for name, each in newest.items())
-    written = processes.start(*CLI, "generate", "spread", "--prompt=the cat", "--max-tokens=8")
-    assert written.wait() == 0, written.output
-    assert written.output.startswith("the cat")
+    written = processes.ended("generate", "spread", "--prompt=the cat", "--max-tokens=8")
+    assert written.startswith("the cat")

@@ -107,13 +107,6 @@ def test_other_code_is_refused_with_both_hashes(tmp_path: Path, named: str) -> N
     assert event.reason == str(error)
 
 
-def smolcluster(processes: Processes, *words: str) -> str:
-    """A command to its end; what it printed."""
-    child = processes.start(sys.executable, "-m", "smolcluster.cli", *words)
-    assert child.wait() == 0, child.output
-    return child.output
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["file", *at_night("module")])
 def test_a_launch_and_what_goes_on_with_it_train_the_function(
@@ -128,18 +121,18 @@ def test_a_launch_and_what_goes_on_with_it_train_the_function(
     port = f"port={free_port()}"
     own = ("metrics_port=null", "workload_args.width=16", "batch_size=50")
     if form == "file":
-        smolcluster(processes, "train", "--workload", name, "--override", *own)
+        processes.ended("train", "--workload", name, "--override", *own)
         again: tuple[str, ...] = ("train", "--resume", "latest", "--override", "num_epochs=3")
     else:
         flags = ("--local", "--no-tmux", "--workers", "1", "--workload", name)
-        smolcluster(processes, "launch", "edp", *flags, "--override", *own, port)
+        processes.ended("launch", "edp", *flags, "--override", *own, port)
         again = ("resume", "--override", "num_epochs=3")
     first = find_run(processes.runs)
     assert read_summary(first.summary).steps == 2 * 200 / 50
     file = Path(named.rpartition(":")[0])
     file.write_text(FILE + "# a comment more")
     monkeypatch.chdir("/")
-    said = smolcluster(processes, *again)
+    said = processes.ended(*again)
     assert "the workload's code is not what it was" in said
     assert find_run(processes.runs).run_id == first.run_id
     assert read_summary(first.summary).steps == 3 * 200 / 50

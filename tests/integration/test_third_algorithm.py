@@ -1,13 +1,13 @@
 """An algorithm that no file of the package names trains, and is shown, as the two of the package are."""
 
-import sys
+from functools import partial
 from html import unescape
 from pathlib import Path
 
 import pytest
 
 from harness import assert_applied_once, free_port, steps_in
-from processes import Child, Processes
+from processes import Processes
 from smolcluster.runs.paths import find_run
 from smolcluster.runs.status import read_status
 from smolcluster.runs.summary import read_summary
@@ -16,8 +16,6 @@ pytestmark = pytest.mark.nightly
 
 TESTS = Path(__file__).resolve().parents[1]
 EPOCHS = 2
-DEADLINE_S = 240.0
-"""Of a command; four processes load PyTorch, on a machine that may be busy."""
 
 
 def install(processes: Processes) -> None:
@@ -33,19 +31,13 @@ def install(processes: Processes) -> None:
     processes.environ["PYTHONPATH"] = str(site)
 
 
-def smolcluster(processes: Processes, *words: str) -> Child:
-    """A command to its end, in Python processes that find the package by its metadata."""
-    child = processes.start(sys.executable, "-m", "smolcluster.cli", *words, forked=False)
-    assert child.process.wait(DEADLINE_S) == 0, child.output
-    return child
-
-
 @pytest.mark.timeout(600)
 def test_an_algorithm_of_another_package_is_launched_and_shown(processes: Processes) -> None:
     install(processes)
     overrides = (f"port={free_port()}", f"num_epochs={EPOCHS}", "metrics_port=null", "threads=1")
     flags = ("--local", "--no-tmux", "--workers", "2", "--override", *overrides)
-    smolcluster(processes, "launch", "dummy", *flags, "min_workers=2", "heartbeat_timeout_s=60")
+    ended = partial(processes.ended, forked=False)  # Python finds the package by its metadata
+    ended("launch", "dummy", *flags, "min_workers=2", "heartbeat_timeout_s=60")
 
     run = find_run(processes.runs)
     summary, status = read_summary(run.summary), read_status(run.status)
@@ -62,11 +54,11 @@ def test_an_algorithm_of_another_package_is_launched_and_shown(processes: Proces
     assert summary.final.val_accuracy > 0.5, "ten digits, two epochs"
     assert (run.checkpoints / f"step-{summary.steps:08d}").is_dir(), "`resume` goes on from there"
 
-    shown = smolcluster(processes, "status", run.run_id).output
+    shown = ended("status", run.run_id)
     assert run.run_id in shown
     assert "worker 1 " in shown
     assert "worker 2 " in shown
-    smolcluster(processes, "report", run.run_id)
+    ended("report", run.run_id)
     page = unescape(run.report.read_text())
     assert "dummy · " in page
     assert run.run_id in page

@@ -1,6 +1,5 @@
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -55,7 +54,7 @@ def test_num_steps_ends_it_within_an_epoch(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_it_with_130_and_no_traceback(tmp_path: Path, processes: Processes) -> None:
     words = words_for(tmp_path, "num_epochs=100000")
-    process = processes.start(sys.executable, "-m", "smolcluster.cli", *words)
+    process = processes.smolcluster(*words)
     process.wait_for("training SimpleNN")
     process.kill(signal.SIGINT)
     assert process.wait() == 130
