@@ -4,7 +4,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -55,6 +55,7 @@ from smolcluster.wire.messages import (
     Telemetry,
     Welcome,
     decode,
+    payload_nbytes,
 )
 from smolcluster.wire.security import Secret
 from smolcluster.wire.session import Receiver
@@ -414,16 +415,28 @@ def report_of(
 
 def opened(frame: Frame) -> tuple[Message, memoryview]:
     """What the other side makes of a frame; the payload is a copy, as from a socket."""
-    return decode(frame.kind, check_head(frame.head)), memoryview(bytearray(frame.payload))
+    message = decode(frame.kind, check_head(frame.head))
+    assert payload_nbytes(message) == len(frame.payload)
+    return message, memoryview(bytearray(frame.payload))
 
 
-def small_replica(dtype: torch.dtype = torch.float32) -> Replica:
-    """A model of 610 values in three buckets, the last one shorter."""
+def deliver(frames: Sequence[Frame], receiver: Receiver) -> list[Event]:
+    """What a receiver makes of frames whose payloads it has no place for."""
+    events = [receiver(*opened(frame)) for frame in frames]
+    return [event for event in events if event is not None]
+
+
+def small_replica(
+    optimizer: str = "sgd",
+    dtype: torch.dtype = torch.float32,
+    *,
+    bucket_values: int = 256,
+    **options: Any,
+) -> Replica:
+    """A model of 610 values: in three buckets or ten of 64 values, the last one shorter."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2)).to(dtype)
-    replica = Replica(model, "sgd", bucket_bytes=256 * dtype.itemsize)
-    assert [bucket.stop - bucket.start for bucket in replica.buckets] == [256, 256, 98]
-    return replica
+    return Replica(model, optimizer, bucket_bytes=bucket_values * dtype.itemsize, **options)
 
 
 def set_gradient(replica: Replica, seed: int) -> Tensor:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from peers import opened
 from smolcluster.configs.schema import DatasetConfig, GPTConfig, TrainConfig
 from smolcluster.data.dataset import Batch, Dataset, Sent
 from smolcluster.data.pytree import encode
@@ -24,17 +25,14 @@ from smolcluster.server.assignment import (
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.builtin import builtin_workload
 from smolcluster.utils.meter import Computed
-from smolcluster.wire.frames import Frame, check_head
+from smolcluster.wire.frames import Frame
 from smolcluster.wire.messages import (
     Assignment,
     EvaluateStages,
     LeaseKey,
-    Message,
     Served,
     TensorSpec,
-    decode,
     frame_of,
-    payload_nbytes,
 )
 
 LENGTH, VOCAB = 8, 13
@@ -47,7 +45,7 @@ def assigned(batch: Batch = None, indices: torch.Tensor = INDICES) -> Assigned:
     receiver = AssignmentReceiver()
     for frame in served:
         take(receiver, frame)
-    message, payload = received(last)
+    message, payload = opened(last)
     assert isinstance(message, Assignment)
     return receiver.assigned(message, payload)
 
@@ -61,14 +59,8 @@ def frames_of(
     return [*(served.frames(key) if served else []), frame_of(*sent)]
 
 
-def received(frame: Frame) -> tuple[Message, memoryview]:
-    message = decode(frame.kind, check_head(frame.head))
-    assert payload_nbytes(message) == len(frame.payload)
-    return message, memoryview(bytearray(frame.payload))
-
-
 def take(receiver: AssignmentReceiver, frame: Frame, **change: object) -> None:
-    message, payload = received(frame)
+    message, payload = opened(frame)
     assert isinstance(message, Served)
     place = receiver.place_for(message.model_copy(update=change))
     assert place is not None
@@ -76,7 +68,7 @@ def take(receiver: AssignmentReceiver, frame: Frame, **change: object) -> None:
 
 
 def message_of(indices: torch.Tensor = INDICES) -> tuple[Assignment, memoryview]:
-    message, payload = received(frames_of(None, indices)[0])
+    message, payload = opened(frames_of(None, indices)[0])
     assert isinstance(message, Assignment)
     return message, payload
 
@@ -178,7 +170,7 @@ def test_a_batch_larger_than_a_bucket_comes_in_pieces(piece_nbytes: int) -> None
     receiver = AssignmentReceiver()
     for frame in served:
         take(receiver, frame)
-    message, payload = received(last)
+    message, payload = opened(last)
     assert isinstance(message, Assignment)
     event = receiver.assigned(message, payload)
     assert torch.equal(event.batch["image"], batch["image"])
@@ -208,7 +200,7 @@ def test_a_piece_that_does_not_follow_is_refused(change: dict[str, object]) -> N
 
 def test_an_assignment_without_its_whole_batch_is_refused() -> None:
     *served, last = frames_of(torch.zeros(100))
-    message, payload = received(last)
+    message, payload = opened(last)
     assert isinstance(message, Assignment)
     receiver = AssignmentReceiver()
     for frame in served[:-1]:
@@ -227,14 +219,14 @@ def test_a_batch_that_was_given_up_makes_room_for_another_one() -> None:
     *served, last = frames_of(torch.ones(50))
     for frame in served:
         take(receiver, frame)
-    message, payload = received(last)
+    message, payload = opened(last)
     assert isinstance(message, Assignment)
     assert torch.equal(receiver.assigned(message, payload).batch, torch.ones(50))
 
 
 def test_what_is_announced_costs_nothing() -> None:
     first = frames_of(torch.zeros(100))[0]
-    message, _ = received(first)
+    message, _ = opened(first)
     assert isinstance(message, Served)
     before = psutil.Process().memory_info().rss
     place = AssignmentReceiver().place_for(message.model_copy(update={"nbytes": 1 << 30}))
@@ -258,10 +250,10 @@ def test_a_batch_that_no_memory_is_left_for_ends_the_worker(
     *served, last = frames_of(torch.zeros(100))
     receiver = AssignmentReceiver()
     for frame in served:
-        message, _ = received(frame)
+        message, _ = opened(frame)
         assert isinstance(message, Served)
         assert (receiver.place_for(message) is None) is not is_late
-    message, payload = received(last)
+    message, payload = opened(last)
     assert isinstance(message, Assignment)
     event = receiver.assigned(message, payload)
     with pytest.raises(OutOfMemory, match="no memory for a batch of 512 bytes"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from peers import opened, set_gradient, small_replica
+from peers import deliver, opened, set_gradient, small_replica
 from smolcluster.codec.registry import CODECS
 from smolcluster.errors import NonFiniteLoss, ProtocolError
 from smolcluster.server.push import (
@@ -23,7 +23,6 @@ from smolcluster.training.compute import BatchLoss
 from smolcluster.training.replica import Replica
 from smolcluster.training.scaler import LEAST_SCALE
 from smolcluster.wire.frames import Frame
-from smolcluster.wire.inbox import Event
 from smolcluster.wire.messages import LeaseKey, Push
 from smolcluster.wire.streams import Assembler
 
@@ -121,7 +120,7 @@ def test_weights_are_sent_as_a_gradient_is(replica: Replica, in_place: bool) -> 
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_float64_model_is_sent_in_float64(in_place: bool) -> None:
-    replica = small_replica(torch.float64)
+    replica = small_replica(dtype=torch.float64)
     gradient = set_gradient(replica, 1)
     sender = GradientSender("fp64", replica, in_place=in_place)
     for frames in (push_with(sender), backup_with(sender, 0)):
@@ -300,14 +299,9 @@ def test_a_gradient_overflows_only_with_a_loss_scale(
 SESSION = 3
 
 
-def deliver(frames: list[Frame], receiver: GradientReceiver) -> list[Event]:
-    events = [receiver(*opened(frame)) for frame in frames]
-    return [event for event in events if event is not None]
-
-
 @pytest.mark.parametrize(("codec", "dtype"), [("fp32", torch.float32), ("fp64", torch.float64)])
 def test_a_lossless_push_arrives_bit_for_bit(codec: str, dtype: torch.dtype) -> None:
-    replica = small_replica(dtype)
+    replica = small_replica(dtype=dtype)
     gradient = set_gradient(replica, 1)
     receiver = GradientReceiver(SESSION, codec, replica.buckets)
     frames = push_with(GradientSender(codec, replica))

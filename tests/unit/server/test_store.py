@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from peers import small_replica
 from smolcluster.configs.schema import GradientClipping
 from smolcluster.server.slices import spans
 from smolcluster.server.store import Store, mean_of
@@ -19,9 +20,7 @@ DECAY = 0.1
 
 def new_replica(optimizer: str = "adamw", dtype: torch.dtype = torch.float32) -> Replica:
     """610 weights in ten buckets, the last one shorter; the weight decay ends within one."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2)).to(dtype)
-    return Replica(model, optimizer, weight_decay=DECAY, bucket_bytes=64 * dtype.itemsize)
+    return small_replica(optimizer, dtype, bucket_values=64, weight_decay=DECAY)
 
 
 def gradients(replica: Replica, count: int = 5) -> Iterator[Tensor]:

@@ -9,9 +9,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import nn
 
 from harness import local_settings
+from peers import opened, small_replica
 from smolcluster.configs.schema import ClusterConfig
 from smolcluster.errors import ClusterEmpty, NonFiniteLoss
 from smolcluster.server.hosted_stores import HostedStores
@@ -31,7 +31,6 @@ from smolcluster.wire.handshake import Authenticated, introduce
 from smolcluster.wire.inbox import MessageReceived, SessionClosed
 from smolcluster.wire.membership import Refused
 from smolcluster.wire.messages import (
-    ALL_KINDS,
     SESSION,
     STORE,
     Drop,
@@ -43,7 +42,6 @@ from smolcluster.wire.messages import (
     PartKey,
     Reject,
     State,
-    decode,
 )
 from smolcluster.wire.session import Receiver, Session
 
@@ -79,12 +77,6 @@ class FakeSession:
         self.frames.append(frame)
 
 
-def parsed(frame: Frame) -> tuple[State, memoryview]:
-    message = decode(State.KIND, bytes(frame.head[20:-4]), ALL_KINDS)
-    assert isinstance(message, State)
-    return message, memoryview(bytearray(frame.payload))
-
-
 @dataclass
 class Client:
     """Who has proved itself, as much of it as is asked for."""
@@ -94,9 +86,7 @@ class Client:
 
 def new_replica() -> Replica:
     """610 weights in ten buckets."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2))
-    return Replica(model, "adamw", weight_decay=0.1, bucket_bytes=64 * 4)
+    return small_replica("adamw", bucket_values=64, weight_decay=0.1)
 
 
 def patient(start_s: float, lost_s: float) -> ClusterConfig:
@@ -232,7 +222,7 @@ def slice_of(stores: HostedStores, span: range, version: int) -> list[tuple[Stat
     values = stores._contents(place_of(replica.buckets, span))
     values = {name: torch.full_like(each, version) for name, each in values.items()}
     frames = slice_frames(values, replica.buckets, span, incarnation="here", version=version)
-    return [parsed(frame) for frame in frames]
+    return [opened(frame) for frame in frames]
 
 
 def test_what_an_aborted_gathering_has_asked_for_is_taken_before_what_the_next_one_asks() -> None:

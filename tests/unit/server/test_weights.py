@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from peers import opened, small_replica
+from peers import deliver, opened, small_replica
 from smolcluster.errors import ProtocolError
 from smolcluster.server.assignment import Assigned, assignment_of
 from smolcluster.server.buffers import BufferCollector, buffer_frames
@@ -15,7 +15,7 @@ from smolcluster.server.weights import StateReceiver, WeightsArrived
 from smolcluster.training.buffers import ModelBuffers
 from smolcluster.training.replica import Replica
 from smolcluster.wire.frames import Frame
-from smolcluster.wire.inbox import Event, MessageReceived
+from smolcluster.wire.inbox import MessageReceived
 from smolcluster.wire.messages import WEIGHTS, Ack, LeaseKey, State
 
 LEASE = LeaseKey(incarnation="here", epoch=0, start=4, stop=7, grant=1)
@@ -42,14 +42,9 @@ def weights_of(replica: Replica, version: int) -> tuple[Tensor, list[Frame]]:
     return weights, slice_frames({WEIGHTS: weights}, replica.buckets, **of)
 
 
-def deliver(frames: list[Frame], receiver: StateReceiver) -> list[Event]:
-    events = [receiver(*opened(frame)) for frame in frames]
-    return [event for event in events if event is not None]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_weights_arrive_bit_for_bit_one_version_after_another(dtype: torch.dtype) -> None:
-    replica = small_replica(dtype)
+    replica = small_replica(dtype=dtype)
     receiver = receiver_of(replica)
     for version in (4, 5):
         weights, frames = weights_of(replica, version)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from peers import opened
+from peers import opened, small_replica
 from smolcluster.algorithms.DiLoCo.exchange import Layout, step_assembler
 from smolcluster.algorithms.DiLoCo.fragments import Fragment, cut
 from smolcluster.algorithms.DiLoCo.outer import (
@@ -27,7 +27,6 @@ from smolcluster.server.store import Part, PartArrived
 from smolcluster.training.replica import Replica
 from smolcluster.wire.frames import Frame
 from smolcluster.wire.messages import CountedPart, OuterStep, PartKey, SendWeights, TakeStep
-from unit.algorithms.SynchronousPS.actors import small_replica
 
 REPEATABLE = settings(derandomize=True, database=None, max_examples=40)
 NUMBERS = st.floats(-10, 10, width=32)
@@ -284,7 +283,7 @@ def frames_for(held: OuterSlice, number: int, base_version: int) -> Sequence[Fra
 def test_who_is_some_outer_steps_behind_comes_to_the_stores_weights(
     codec_down: str | None, num_fragments: int, behind: int, is_whole: bool
 ) -> None:
-    replica = small_replica("sgd", torch.float32)
+    replica = small_replica()
     outer = OuterOptimizer(replica.num_params, 0.7, 0.5)
     store = slice_of(replica, outer, codec_down, num_fragments)
     follower = Follower(store.layout, replica.params, codec_down or "fp32")

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from peers import opened
+from peers import opened, small_replica
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
 from smolcluster.algorithms.SynchronousPS.step import PartAssignment, Step
 from smolcluster.algorithms.SynchronousPS.step_receiver import Committed, StepReceiver
@@ -105,15 +105,6 @@ def post_of(worker: Worker) -> Post:
     return worker.session
 
 
-def small_replica(optimizer: str = "sgd", dtype: torch.dtype = torch.float32) -> Replica:
-    """A model of 610 values in three buckets, the last one shorter."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2)).to(dtype)
-    replica = Replica(model, optimizer, bucket_bytes=256 * dtype.itemsize)
-    assert [bucket.stop - bucket.start for bucket in replica.buckets] == [256, 256, 98]
-    return replica
-
-
 def push_of(key: LeaseKey, bucket: int, num_buckets: int = 3, loss: float = 0.5) -> Push:
     """The message of one bucket of a push; what it says of its payload is of no matter here."""
     return Push(
@@ -165,6 +156,17 @@ def random_gradient(num_params: int, seed: int, dtype: torch.dtype = torch.float
     """Some gradient."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(num_params, generator=generator, dtype=dtype)
+
+
+def gradients_of(replica: Replica, count: int, seed: int = 0) -> list[Tensor]:
+    """Some gradients of a replica."""
+    dtype = replica.params.dtype
+    return [random_gradient(replica.num_params, 100 * seed + each, dtype) for each in range(count)]
+
+
+def replica_for(codec: str, optimizer: str = "sgd") -> Replica:
+    """One with the type that the codec keeps."""
+    return small_replica(optimizer, DTYPES[codec])
 
 
 def add_part(

@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 import torch
 
-from peers import opened
+from peers import opened, small_replica
 from smolcluster.algorithms.SynchronousPS.members import (
     FIRST_PAUSE_S,
     Members,
@@ -33,7 +33,6 @@ from unit.algorithms.SynchronousPS.actors import (
     commit_of,
     post_of,
     push_of,
-    small_replica,
     worker_at,
 )
 

@@ -33,27 +33,19 @@ from unit.algorithms.SynchronousPS.actors import (
     committed,
     decoded,
     deliver,
+    gradients_of,
     opened_step,
     push_of,
     random_gradient,
     reduce_step,
     reduction_of,
-    small_replica,
+    replica_for,
 )
 
 SEAT = 1
 DEADLINE_S = 60.0
 LOSSLESS = ["fp32", "fp64"]
 SIZES = (5, 17, 10, 32)
-
-
-def replica_for(codec: str, optimizer: str = "sgd") -> Replica:
-    return small_replica(optimizer, DTYPES[codec])
-
-
-def gradients_of(replica: Replica, count: int, seed: int = 0) -> list[Tensor]:
-    dtype = replica.params.dtype
-    return [random_gradient(replica.num_params, 100 * seed + each, dtype) for each in range(count)]
 
 
 def weighted_mean(gradients: list[Tensor], sizes: tuple[int, ...]) -> Tensor:

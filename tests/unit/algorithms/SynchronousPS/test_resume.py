@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from harness import local_settings
-from peers import Parts, logger, server_parts
+from peers import Parts, logger, server_parts, small_replica
 from smolcluster.algorithms.SynchronousPS.reduction import RESIDUAL, Reduction
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.data.permutation import Range, global_batches
@@ -29,13 +29,12 @@ from smolcluster.training.checkpoint import (
 from smolcluster.training.loop import StepTaken
 from smolcluster.training.replica import Replica
 from unit.algorithms.SynchronousPS.actors import (
-    DTYPES,
     LOSSY,
     add_part,
     opened_step,
     random_gradient,
     reduction_of,
-    small_replica,
+    replica_for,
 )
 
 LOSSLESS = ["fp32", "fp64"]
@@ -127,7 +126,7 @@ def saved(folder: Path, replica: Replica, reduction: Reduction, step: int) -> Ch
 
 
 def resumed(checkpoint: Checkpoint, codec: str) -> tuple[Replica, Reduction]:
-    replica = small_replica("adam", DTYPES[codec])
+    replica = replica_for(codec, "adam")
     replica.params.fill_(7.0)
     reduction = reduction_of(replica, codec)
     restore(replica, checkpoint, reduction.contents())
@@ -140,7 +139,7 @@ def resumed(checkpoint: Checkpoint, codec: str) -> tuple[Replica, Reduction]:
 def test_a_server_that_goes_on_applies_bit_for_bit_what_it_would_have(
     tmp_path: Path, codec: str, num_before: int
 ) -> None:
-    replica = small_replica("adam", DTYPES[codec])
+    replica = replica_for(codec, "adam")
     reduction = reduction_of(replica, codec)
     train(replica, reduction, range(1, num_before + 1))
     again, other = resumed(saved(tmp_path, replica, reduction, num_before), codec)
@@ -156,7 +155,7 @@ def test_a_server_that_goes_on_applies_bit_for_bit_what_it_would_have(
 
 @pytest.mark.parametrize("codec", LOSSY)
 def test_what_is_owed_is_of_the_steps_that_are_closed(codec: str) -> None:
-    replica = small_replica("sgd", DTYPES[codec])
+    replica = replica_for(codec)
     reduction = reduction_of(replica, codec)
     assert not bool(reduction.contents()[RESIDUAL].any())
     train(replica, reduction, range(1, 3))
@@ -172,7 +171,7 @@ def test_what_is_owed_is_of_the_steps_that_are_closed(codec: str) -> None:
 
 @pytest.mark.parametrize("codec", LOSSLESS)
 def test_a_lossless_codec_keeps_nothing(codec: str) -> None:
-    replica = small_replica("sgd", DTYPES[codec])
+    replica = replica_for(codec)
     reduction = reduction_of(replica, codec)
     train(replica, reduction, range(1, 3))
     assert reduction.contents() == {}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from connection_pairs import connection_pair
-from peers import opened
+from peers import opened, small_replica
 from smolcluster.algorithms.SynchronousPS import step_receiver
 from smolcluster.algorithms.SynchronousPS.members import Members
 from smolcluster.algorithms.SynchronousPS.reduction import Reduction
@@ -46,16 +46,16 @@ from smolcluster.wire.messages import (
 )
 from smolcluster.wire.session import Receiver
 from unit.algorithms.SynchronousPS.actors import (
-    DTYPES,
     commit_of,
     committed,
     deliver,
+    gradients_of,
     post_of,
     push_of,
     random_gradient,
     reduce_step,
     reduction_of,
-    small_replica,
+    replica_for,
     worker_at,
 )
 
@@ -67,16 +67,6 @@ REDUCED = Reduced(
     tensor=TensorSpec(codec="fp32", dtype="float32", shape=(1,), nbytes=4),
 )
 NOT_YET_S = 0.1
-
-
-def replica_for(codec: str) -> Replica:
-    return small_replica("sgd", DTYPES[codec])
-
-
-def gradients_of(replica: Replica, count: int) -> list[Tensor]:
-    return [
-        random_gradient(replica.num_params, each, replica.params.dtype) for each in range(count)
-    ]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from harness import local_settings
-from peers import opened
+from peers import opened, small_replica
 from smolcluster.algorithms.SynchronousPS.step_receiver import Committed, FellBehind, StateArrived
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.errors import NonFiniteLoss, PeerLost
@@ -47,7 +47,6 @@ from unit.algorithms.SynchronousPS.actors import (
     random_gradient,
     reduce_step,
     reduction_of,
-    small_replica,
 )
 
 
