@@ -208,6 +208,20 @@ def knock(
     return Hand(connection, told if isinstance(told, Welcome) else None)
 
 
+def welcome_of(run: RunConfig, **told: Any) -> Welcome:
+    """A welcome to a run, which says these things."""
+    given: dict[str, Any] = {
+        "run_id": run.run_id,
+        "incarnation": "0123abcd",
+        "settings": run.model_dump(mode="json"),
+        "model_fingerprint": "m",
+        "bucket_bytes": 1 << 20,
+        "codec": "fp32",
+        "heartbeat_timeout_s": DEADLINE_S,
+    }
+    return Welcome(**given | told)
+
+
 class HandledDoor:
     """A server's door by hand: accepts, authenticates and admits when the test says so."""
 
@@ -228,28 +242,9 @@ class HandledDoor:
         self._hands.append(Hand(connection))
         return connection
 
-    def admit(
-        self,
-        run: RunConfig,
-        *,
-        model: str = "m",
-        incarnation: str = "0123abcd",
-        bucket_bytes: int = 1 << 20,
-        settings: dict[str, Any] | None = None,
-    ) -> Hand:
+    def admit(self, run: RunConfig, **told: Any) -> Hand:
         client = self.open()
-        accept(
-            client,
-            Welcome(
-                run_id=run.run_id,
-                incarnation=incarnation,
-                settings=settings or run.model_dump(mode="json"),
-                model_fingerprint=model,
-                bucket_bytes=bucket_bytes,
-                codec="fp32",
-                heartbeat_timeout_s=DEADLINE_S,
-            ),
-        )
+        accept(client, welcome_of(run, **told))
         return Hand(client.talk.connection)
 
     def close(self) -> None:

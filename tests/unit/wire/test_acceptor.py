@@ -25,6 +25,7 @@ from peers import (
     next_event,
     session_threads,
     wait_for_threads,
+    welcome_of,
 )
 from smolcluster.errors import AuthError, PeerLost, Rejected, SmolclusterError
 from smolcluster.utils.retry import Deadline
@@ -34,19 +35,11 @@ from smolcluster.wire.connection import Connection, Scratch, accept_next, connec
 from smolcluster.wire.handshake import Door
 from smolcluster.wire.inbox import Inbox, JoinRequest, MessageReceived, SessionClosed
 from smolcluster.wire.membership import Admitted, Refused
-from smolcluster.wire.messages import Ack, Challenge, Proof, Pull, Reject, Welcome
+from smolcluster.wire.messages import Ack, Challenge, Proof, Pull, Reject
 from smolcluster.wire.security import Secret
 from waiting import Clock
 
-OFFER = Welcome(
-    run_id="edp-1",
-    incarnation="0123abcd",
-    settings=RUN.model_dump(mode="json"),
-    model_fingerprint="ab" * 32,
-    bucket_bytes=4096,
-    codec="int8",
-    heartbeat_timeout_s=DEADLINE_S,
-)
+OFFER = welcome_of(RUN)
 
 
 class House:

@@ -5,13 +5,14 @@ from typing import TypeVar, cast
 import torch
 
 from harness import local_settings
+from peers import welcome_of
 from smolcluster.algorithms.DiLoCo.worker import Worker
 from smolcluster.server.assignment import Assigned, assignment_of
 from smolcluster.server.link import Link
 from smolcluster.training.build import build
 from smolcluster.training.workload import Workload
 from smolcluster.wire.frames import Frame
-from smolcluster.wire.messages import LeaseKey, Message, Welcome
+from smolcluster.wire.messages import LeaseKey, Message
 
 AnyWorker = TypeVar("AnyWorker", bound=Worker)
 
@@ -46,16 +47,8 @@ def worker_of(
     training = build(
         train, cluster.seed, settings.node.dataset, torch.device("cpu"), workload=workload
     )
-    welcome = Welcome(
-        run_id="test-run",
-        incarnation="here",
-        settings=settings.run_config("test-run", "diloco").model_dump(mode="json"),
-        model_fingerprint="m",
-        bucket_bytes=training.replica.bucket_bytes,
-        codec=codec,
-        heartbeat_timeout_s=5.0,
-    )
-    worker = kind(welcome, training)
+    told = {"bucket_bytes": training.replica.bucket_bytes, "codec": codec}
+    worker = kind(welcome_of(settings.run_config("test-run", "diloco"), **told), training)
     worker.link, worker.is_void = cast(Link, Wire()), False
     worker.hosts.begin(worker.link)
     return worker

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from harness import local_settings
-from peers import opened
+from peers import opened, welcome_of
 from smolcluster.algorithms.EDP.worker import Worker
 from smolcluster.errors import NonFiniteLoss, PeerLost
 from smolcluster.server.assignment import Assigned, assignment_of
@@ -27,7 +27,6 @@ from smolcluster.wire.messages import (
     Pull,
     Push,
     Skip,
-    Welcome,
 )
 
 RATE = 0.1
@@ -71,17 +70,10 @@ class Desk:
     def __init__(self, *overrides: str, codec: str = "fp32") -> None:
         self.settings = settings = local_settings("optimizer=sgd", *overrides)
         self.training = self.build()
-        welcome = Welcome(
-            run_id="test-run",
-            incarnation="here",
-            settings=settings.run_config("test-run", "edp").model_dump(mode="json"),
-            model_fingerprint="m",
-            bucket_bytes=self.training.replica.bucket_bytes,
-            codec=codec,
-            heartbeat_timeout_s=5.0,
-        )
+        told = {"bucket_bytes": self.training.replica.bucket_bytes, "codec": codec}
+        run = settings.run_config("test-run", "edp")
         self.wire = Wire()
-        self.worker = Worker(welcome, self.training)
+        self.worker = Worker(welcome_of(run, **told), self.training)
         self.worker.link = cast(Link, self.wire)
         self.worker.stores.begin(self.worker.link)
         self.worker.pulling = False

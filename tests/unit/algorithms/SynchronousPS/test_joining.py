@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from harness import local_settings
-from peers import DEADLINE_S, server_parts
+from peers import server_parts, welcome_of
 from smolcluster.algorithms.SynchronousPS.members import StepMember
 from smolcluster.algorithms.SynchronousPS.server import Server
 from smolcluster.algorithms.SynchronousPS.worker import Worker
@@ -102,15 +102,8 @@ def joined(peer: Peer) -> Joined:
 
 
 def welcome(server: Server) -> Welcome:
-    return Welcome(
-        run_id="run",
-        incarnation=server.context.incarnation,
-        settings=server.context.run.model_dump(mode="json"),
-        model_fingerprint=server.replica.fingerprint,
-        bucket_bytes=BUCKET_BYTES,
-        codec=server.context.codec,
-        heartbeat_timeout_s=DEADLINE_S,
-    )
+    told = {"incarnation": server.context.incarnation, "codec": server.context.codec}
+    return welcome_of(server.context.run, bucket_bytes=BUCKET_BYTES, **told)
 
 
 class Run:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from harness import local_settings
-from peers import opened, small_replica
+from peers import opened, small_replica, welcome_of
 from smolcluster.algorithms.SynchronousPS.step_receiver import Committed, FellBehind, StateArrived
 from smolcluster.algorithms.SynchronousPS.worker import Worker
 from smolcluster.errors import NonFiniteLoss, PeerLost
@@ -36,7 +36,6 @@ from smolcluster.wire.messages import (
     Push,
     Skip,
     State,
-    Welcome,
 )
 from smolcluster.wire.session import Later
 from unit.algorithms.SynchronousPS.actors import (
@@ -120,15 +119,7 @@ class Shop:
         workload = cast(Workload, SimpleNamespace(training=Training(), train=samples))
         self.training = Bench(workload, self.replica, 0, diary=self.diary)
         run = local_settings(*overrides, algorithm="syncps").run_config("run", "syncps")
-        welcome = Welcome(
-            run_id="run",
-            incarnation="here",
-            settings=run.model_dump(mode="json"),
-            model_fingerprint=self.replica.fingerprint,
-            bucket_bytes=1024,
-            codec=codec,
-            heartbeat_timeout_s=5.0,
-        )
+        welcome = welcome_of(run, bucket_bytes=1024, codec=codec, heartbeat_timeout_s=5.0)
         self.worker = Worker(welcome, self.training)
         self.wire = Wire(self.diary)
         self.worker.link = self.wire
