@@ -206,7 +206,6 @@ class Follower:
         self._layout, self._codec = layout, codec_name
         self.weights = weights.clone()
         self.versions = [0] * len(layout.fragments)
-        self.num_whole = 0
 
     def take(self, frames: Sequence[Frame]) -> None:
         assembler = step_assembler(self._codec, self._layout)
@@ -222,16 +221,13 @@ class Follower:
             new = values if is_whole else self._layout.gather(number, self.weights) - values
             self._layout.fragments[number].scatter(new, self.weights)
             self.versions[number] = message.version
-            self.num_whole += is_whole
 
 
-def slice_of(
-    replica: Replica, outer: OuterOptimizer, codec_down: str | None, num_fragments: int = 1
-) -> OuterSlice:
+def slice_of(replica: Replica, outer: OuterOptimizer, codec_down: str | None) -> OuterSlice:
     """All weights of a replica, as a slice."""
     return OuterSlice(
         replica.params,
-        Layout.of(replica, cut(replica.layers, num_fragments)),
+        Layout.of(replica, cut(replica.layers, 1)),
         outer,
         codec_down,
         buckets=replica.buckets,
@@ -271,31 +267,6 @@ def frames_for(held: OuterSlice, number: int, base_version: int) -> Sequence[Fra
             base_version=base_version,
         )
     )
-
-
-@pytest.mark.parametrize(
-    ("codec_down", "num_fragments", "behind", "is_whole"),
-    [
-        (None, 2, 1, True),
-        *(("int8", 2, 1, False), ("int4", 1, 1, False), ("int8", 1, 2, True)),
-    ],
-)
-def test_who_is_some_outer_steps_behind_comes_to_the_stores_weights(
-    codec_down: str | None, num_fragments: int, behind: int, is_whole: bool
-) -> None:
-    replica = small_replica()
-    outer = OuterOptimizer(replica.num_params, 0.7, 0.5)
-    store = slice_of(replica, outer, codec_down, num_fragments)
-    follower = Follower(store.layout, replica.params, codec_down or "fp32")
-    for seed in range(2 * behind):
-        generator = torch.Generator().manual_seed(seed)
-        for number, fragment in enumerate(store.layout.fragments):
-            step(store, IT, number, torch.randn(fragment.numel, generator=generator) * 0.01)
-        if (seed + 1) % behind == 0:
-            for number in range(num_fragments):
-                follower.take(frames_for(store, number, follower.versions[number]))
-            assert torch.equal(follower.weights, replica.params)
-    assert follower.num_whole == (2 * num_fragments if is_whole else 0)
 
 
 def test_changes_one_by_one_need_delayed_momentum() -> None:

@@ -228,6 +228,8 @@ class Copy:
         start = Hosting(1, WORKERS).replica  # all begin with the same weights
         self.weights = start.params.clone()
         self.versions = [0] * len(hosting.layout.fragments)
+        self.num_whole = 0
+        """Fragments that came whole, not as what has become of those of before."""
 
     def follow(self, number: int) -> None:
         """Get what has become of a fragment."""
@@ -242,6 +244,7 @@ class Copy:
             spans.append((span, store.sent[self._worker]))
         base = layout.gather(number, self.weights)
         parts: list[Tensor] = []
+        is_whole = False
         for span, said in spans:
             part = layout.part(span)
             start = sum(values.numel() for values in parts)
@@ -254,6 +257,7 @@ class Copy:
                 if arrived is not None:
                     values = arrived if is_whole else values - arrived
             parts.append(values)
+        self.num_whole += is_whole
         layout.fragments[number].scatter(torch.cat(parts), self.weights)
         self.versions[number] = hosting.links.own.versions[number]
 
@@ -274,6 +278,8 @@ def test_a_worker_that_follows_has_the_weights_whoever_holds_them(codec_down: st
     weights = state_of(hosting)["weights"]
     assert torch.equal(prompt.weights, weights)
     assert torch.equal(late.weights, weights)
+    assert prompt.num_whole == (0 if codec_down else 6)
+    assert late.num_whole == 3, "who is two steps behind"
 
 
 @pytest.mark.parametrize("num_after", [1, 2])
