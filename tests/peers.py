@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from harness import SECRET, Lines, Recorder
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.configs.schema import AlgorithmName, RunConfig, Settings
+from smolcluster.data.permutation import Range
 from smolcluster.errors import PeerLost
 from smolcluster.observability.metrics import Metrics
 from smolcluster.runs.events import Event as RunEvent
@@ -26,8 +27,10 @@ from smolcluster.server.joining import Follower
 from smolcluster.server.records import Records
 from smolcluster.server.report import Report
 from smolcluster.server.store_host import SliceHost, StoreSetup
+from smolcluster.server.worker import Worker
 from smolcluster.server.worker_pool import Joined, WorkerPool
 from smolcluster.training.build import build
+from smolcluster.training.loop import StepTaken
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, Replica
 from smolcluster.utils.retry import Deadline
 from smolcluster.wire import acceptor
@@ -406,6 +409,16 @@ def report_of(
         log=context.log,
         bytes_moved=lambda: moved,
     )
+
+
+def step_taken(
+    version: int, samples: Range, worker: Worker | None = None, loss: float = 0.5, **more: Any
+) -> StepTaken:
+    """A step along what a worker has pushed, or all have."""
+    given: dict[str, Any] = {"learning_rate": 1e-3, "grad_norm": 2.5, "layer_norms": {}}
+    who = worker.who if worker else {}
+    given |= {"num_terms": samples.num_samples, **who, **more}
+    return StepTaken(version, samples, loss, **given)
 
 
 def opened(frame: Frame) -> tuple[Message, memoryview]:

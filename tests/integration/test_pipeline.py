@@ -4,7 +4,6 @@ import math
 import signal
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ from smolcluster.training.schedules.simulation import Span
 from smolcluster.training.workload import Metric, OfLoss, Terms, Workload
 from smolcluster.utils.stopping import Interrupted
 from smolcluster.wire.inbox import Event
-from smolcluster.wire.messages import LayersMeasured, Message, Planned
+from smolcluster.wire.messages import LayersMeasured, Planned
 from smolcluster.wire.node import Node
 from tiers import at_night
 
@@ -482,28 +481,6 @@ def test_a_first_plan_that_fits_nowhere_ends_the_run_at_once(
     settings = settings_for(2, "shard_plan=auto")
     said = failure_of(settings, tmp_path, ConfigError, None, None)
     assert said.startswith("layer 0 alone needs 0.00401 MB and pi5")
-
-
-@pytest.mark.nightly
-def test_a_plan_by_hand_that_does_not_fit_is_refused_before_the_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hear = coordinator.Coordinator.hear
-
-    def heard(self: coordinator.Coordinator, peer: Peer, message: Message, *more: Any) -> None:
-        if isinstance(message, LayersMeasured):
-            has = 150_000 if peer.worker.member.node == "pi5" else 10**9
-            message = message.model_copy(update={"memory_bytes": has})
-        hear(self, peer, message, *more)
-
-    monkeypatch.setattr(coordinator.Coordinator, "hear", heard)
-    monkeypatch.setattr(Peer, "host", OF_ITS_OWN)
-    settings = settings_for(2)
-    by_hand = {"shard_plan": {"worker1": [0, 6], "worker2": [6, 8]}}
-    settings = replace(settings, cluster=settings.cluster.model_copy(update=by_hand))
-    said = failure_of(settings, tmp_path, ConfigError, None, None)
-    assert said.startswith("shard_plan: layers 0 to 5 of pi5 need ")
-    assert "the device has 0.15 MB free: {" in said
 
 
 @pytest.mark.nightly

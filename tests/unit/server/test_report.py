@@ -1,15 +1,15 @@
 """What the server tells the world of a run: metrics, events, and the summary."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from harness import local_settings
-from peers import Parts, report_of, server_parts
+from peers import Parts, report_of, server_parts, step_taken
 from smolcluster.data.permutation import Range
 from smolcluster.runs.events import (
     EpochFinished,
@@ -51,22 +51,10 @@ def step(
     epoch: int = 0,
     version: int = 1,
     worker: Worker | None = WORKER,
-    loss: float = 0.5,
     staleness: int | None = 0,
-    layer_norms: Mapping[str, float] = MappingProxyType({}),
+    **more: Any,
 ) -> StepTaken:
-    return StepTaken(
-        version=version,
-        samples=Range(epoch, start, stop),
-        loss=loss,
-        learning_rate=1e-3,
-        grad_norm=2.5,
-        layer_norms=layer_norms,
-        num_terms=stop - start,
-        rank=worker.rank if worker else None,
-        node=worker.member.node if worker else None,
-        staleness=staleness,
-    )
+    return step_taken(version, Range(epoch, start, stop), worker, staleness=staleness, **more)
 
 
 def lease(start: int, stop: int) -> LeaseKey:

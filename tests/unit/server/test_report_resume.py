@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness import local_settings
-from peers import Parts, report_of, server_parts
+from peers import Parts, report_of, server_parts, step_taken
 from smolcluster.data.permutation import Range
 from smolcluster.errors import CheckpointError
 from smolcluster.runs.events import RunResumed, RunStarted
@@ -23,7 +23,6 @@ from smolcluster.server.tally import COUNTS
 from smolcluster.server.worker import Worker
 from smolcluster.training.checkpoint import TrainingState
 from smolcluster.training.evaluate import Evaluation
-from smolcluster.training.loop import StepTaken
 from smolcluster.wire.membership import Member
 from smolcluster.wire.messages import LeaseKey
 
@@ -76,19 +75,9 @@ def shared_parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
 def step(
     report: Report, num_samples: int, *, epoch: int = 0, loss: float = 0.5, start: int = 0
 ) -> None:
-    report.step_taken(
-        StepTaken(
-            version=report.counts.version + 1,
-            samples=Range(epoch, start, start + num_samples),
-            loss=loss,
-            learning_rate=1e-3,
-            grad_norm=2.5,
-            layer_norms={},
-            num_terms=num_samples,
-            **WORKERS[0].who,
-            staleness=0,
-        )
-    )
+    samples = Range(epoch, start, start + num_samples)
+    version = report.counts.version + 1
+    report.step_taken(step_taken(version, samples, WORKERS[0], loss, staleness=0))
 
 
 def do(report: Report, doing: Doing) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from connection_pairs import telemetry
 from harness import free_port, local_settings
-from peers import DEADLINE_S, Echo, HandledHub, Parts, hello, server_parts
+from peers import DEADLINE_S, Echo, HandledHub, Parts, hello, server_parts, step_taken
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.configs.schema import MeshSizes
 from smolcluster.data.permutation import Range
@@ -21,7 +21,6 @@ from smolcluster.server.report import Report
 from smolcluster.server.worker import Worker
 from smolcluster.server.worker_pool import Departed
 from smolcluster.training.evaluate import Evaluation
-from smolcluster.training.loop import StepTaken
 from smolcluster.wire.messages import Goodbye
 
 pytestmark = pytest.mark.usefixtures("short_farewell")
@@ -74,21 +73,9 @@ def house(board: Board) -> Iterator[HandledHub]:
 def take_step(report: Report, num_samples: int, loss: float, worker: Worker | None = None) -> None:
     if worker:
         report.contributed(worker, num_samples, loss)
-    report.step_taken(
-        StepTaken(
-            version=report.counts.version + 1,
-            samples=Range(
-                0, report.counts.samples_applied, report.counts.samples_applied + num_samples
-            ),
-            loss=loss,
-            learning_rate=1e-3,
-            grad_norm=2.5,
-            layer_norms={},
-            num_terms=num_samples,
-            rank=worker.rank if worker else None,
-            node=worker.member.node if worker else None,
-        )
-    )
+    start = report.counts.samples_applied
+    samples = Range(0, start, start + num_samples)
+    report.step_taken(step_taken(report.counts.version + 1, samples, worker, loss))
 
 
 def member(house: HandledHub, rank: int) -> Worker:

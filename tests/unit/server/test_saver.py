@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from harness import local_settings
-from peers import DEADLINE_S, Parts, logger, report_of, server_parts
+from peers import DEADLINE_S, Parts, logger, report_of, server_parts, step_taken
 from smolcluster.data.permutation import Range
 from smolcluster.errors import (
     CheckpointError,
@@ -35,7 +35,6 @@ from smolcluster.training.checkpoint import (
     Snapshot,
 )
 from smolcluster.training.evaluate import Evaluation
-from smolcluster.training.loop import StepTaken
 from smolcluster.training.replica import Replica
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.stopping import Interrupted
@@ -114,17 +113,7 @@ class Training:
         self.saver.wait_for_copy()
         version = self.report.counts.version + 1
         self._set(version)
-        self.report.step_taken(
-            StepTaken(
-                version=version,
-                samples=Range(0, version - 1, version),
-                loss=0.5,
-                learning_rate=1e-3,
-                grad_norm=1.0,
-                layer_norms={},
-                num_terms=1,
-            )
-        )
+        self.report.step_taken(step_taken(version, Range(0, version - 1, version)))
         self.saver.after_step(is_evaluated=is_evaluated)
 
     def steps(self, count: int) -> None:

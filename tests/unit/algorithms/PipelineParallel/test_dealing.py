@@ -88,12 +88,12 @@ def test_where_one_has_not_measured_nothing_is_refused() -> None:
     check(reported(1, "a"), Peer(Mock()))
 
 
-def test_as_many_layers_each_are_compared_with_memory_before_the_first_step() -> None:
+def test_a_plan_that_was_not_measured_is_compared_with_memory_before_the_first_step() -> None:
     def deal(memory_bytes: int, num_copies: int = 0, shard_plan: Any = "even") -> Any:
         dealer = Dealer(
             PipelineConfig(shard_plan=shard_plan),
             TRAIN,
-            Mock(num_workers=2),
+            Mock(num_workers=2, node_of=str),
             8,
             logging.getLogger(),
             num_copies=num_copies,
@@ -109,6 +109,10 @@ def test_as_many_layers_each_are_compared_with_memory_before_the_first_step() ->
     assert deal(with_copies, MOST_COPIES).map.cuts == (0, 4, 8)
     with pytest.raises(ConfigError, match="layers 4 to 7 of pi5 need"):
         deal(with_copies - 1, MOST_COPIES)
+    by_hand = {"mini1": (0, 6), "pi5": (6, 8)}
+    assert deal(2 * 4000 + 2 * 100, shard_plan=by_hand).map.cuts == (0, 6, 8)
+    with pytest.raises(ConfigError, match="layers 6 to 7 of pi5 need"):
+        deal(2 * 4000 + 2 * 100 - 1, shard_plan=by_hand)
 
 
 def test_of_a_shared_device_less_is_counted_on_for_all_who_share_it() -> None:
