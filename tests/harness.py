@@ -49,7 +49,7 @@ from smolcluster.server.push import Pushed
 from smolcluster.server.records import Records
 from smolcluster.server.store_host import StoreSetup, hold
 from smolcluster.training.build import TrainingContext, build
-from smolcluster.training.checkpoint import CheckpointStore
+from smolcluster.training.checkpoint import CheckpointStore, TrainingState
 from smolcluster.training.loop import StepTaken
 from smolcluster.training.workload import Workload
 from smolcluster.utils.stopping import StopRequest
@@ -422,6 +422,22 @@ class Cluster:
         epochs = global_batches(num_samples, train.total_samples(num_samples), num_samples)
         orders = {each.epoch: self.training.order(each.epoch)[: each.stop] for each in epochs}
         assert self.applied == {epoch: Counter(order.tolist()) for epoch, order in orders.items()}
+
+
+def state_of(step: int, **fields: Any) -> TrainingState:
+    """Where a run stood when a checkpoint was made."""
+    known: dict[str, Any] = {
+        "run_id": "edp-1",
+        "algorithm": "edp",
+        "incarnation": "a1",
+        "step": step,
+        "samples_applied": 32 * step,
+        "epoch": 0,
+        "dataset_fingerprint": "d" * 64,
+        "seed": 42,
+        "codec": "fp32",
+    }
+    return TrainingState.model_validate(known | fields)
 
 
 def steps_in(metrics: Path) -> list[MetricLine]:

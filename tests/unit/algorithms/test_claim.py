@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness import free_port, local_settings, summary_of
+from harness import free_port, local_settings, state_of, summary_of
 from peers import logger
 from smolcluster.algorithms.claim import AUTO, Claimed, claim_run
 from smolcluster.configs.schema import Settings
@@ -53,17 +53,7 @@ class Runs:
         torch.manual_seed(0)
         replica = Replica(nn.Linear(2, 2), "sgd")
         for step in steps:
-            state = TrainingState(
-                run_id=run_id,
-                algorithm="edp",
-                incarnation="a1",
-                step=step,
-                samples_applied=10 * step,
-                epoch=epoch,
-                dataset_fingerprint="d",
-                seed=42,
-                codec="fp32",
-            )
+            state = state_of(step, run_id=run_id, samples_applied=10 * step, epoch=epoch)
             store.save(Snapshot.of(replica, state))
         for step in damaged:
             (paths.checkpoints / f"step-{step:08d}" / MODEL_FILE).write_bytes(b"")

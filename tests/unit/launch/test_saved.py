@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from harness import Cluster, local_settings, summary_of
+from harness import Cluster, local_settings, state_of, summary_of
 from pretrained_models import WORKLOAD, text_arguments
 from smolcluster.cli import main
 from smolcluster.commands.checkpoints import export_model, show_checkpoints
@@ -29,23 +29,10 @@ from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import RunPaths, create_run, find_run
 from smolcluster.runs.summary import write_summary
 from smolcluster.training import checkpoint
-from smolcluster.training.checkpoint import Snapshot, TrainingState
+from smolcluster.training.checkpoint import Snapshot
 from smolcluster.training.named import load_named
 from smolcluster.training.replica import Replica
 from smolcluster.utils.stopping import Interrupted
-
-STATE = TrainingState(
-    run_id="edp-1",
-    algorithm="edp",
-    incarnation="here",
-    step=1,
-    samples_applied=4,
-    epoch=0,
-    dataset_fingerprint="data",
-    seed=0,
-    codec="fp32",
-)
-
 
 EPOCHS = 3000
 """More than any machine gets through before the run is stopped."""
@@ -133,7 +120,7 @@ def finished(folder: Path, replica: Replica, *overrides: str) -> RunPaths:
     """A run of one step, with a checkpoint of what it trained."""
     paths = create_run(folder, "edp-1")
     save_resolved(local_settings(*overrides), paths.config)
-    store_of(paths).save(Snapshot.of(replica, STATE))
+    store_of(paths).save(Snapshot.of(replica, state_of(1)))
     return paths
 
 

@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from computing import forward_backward
+from harness import state_of
 from peers import DEADLINE_S, logger
 from smolcluster.errors import CheckpointError
 from smolcluster.models.SimpleNN import SimpleNN
@@ -94,21 +95,6 @@ def train(replica: Replica, steps: int, first: int = 0) -> None:
         inputs = torch.randn(16, 6, generator=drawn)
         forward_backward(replica, inputs, torch.randint(0, 3, (16,), generator=drawn))
         replica.step(0.01)
-
-
-def state_of(step: int, **fields: Any) -> TrainingState:
-    known: dict[str, Any] = {
-        "run_id": "edp-1",
-        "algorithm": "edp",
-        "incarnation": "a1",
-        "step": step,
-        "samples_applied": 32 * step,
-        "epoch": 0,
-        "dataset_fingerprint": "d" * 64,
-        "seed": 42,
-        "codec": "fp32",
-    }
-    return TrainingState.model_validate(known | fields)
 
 
 def snapshot_of(step: int, replica: Replica | None = None, **fields: Any) -> Snapshot:

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from harness import digits_config
+from harness import digits_config, state_of
 from smolcluster.configs.schema import DatasetPlace, GradientClipping
 from smolcluster.data.digits import load_digits
 from smolcluster.errors import ConfigError, UserCodeError
@@ -19,7 +19,6 @@ from smolcluster.training.checkpoint import CheckpointStore, Snapshot, export, r
 from smolcluster.training.loop import training_steps
 from smolcluster.training.recipe import Training
 from smolcluster.training.schedule import learning_rate
-from unit.training.test_checkpoint import state_of
 
 CPU = torch.device("cpu")
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from harness import state_of
 from peers import opened
-from pipelines import SEED, gpt, stages_of, whole
+from pipelines import gpt, stages_of, whole
 from smolcluster.algorithms.PipelineParallel.execution import OwnStage
 from smolcluster.algorithms.PipelineParallel.state import (
     Keeper,
@@ -25,7 +26,7 @@ from smolcluster.algorithms.PipelineParallel.state import (
 )
 from smolcluster.errors import CheckpointError, ConfigError, ProtocolError
 from smolcluster.training.builtin import cross_entropy
-from smolcluster.training.checkpoint import CheckpointStore, TrainingState, fill
+from smolcluster.training.checkpoint import CheckpointStore, fill
 from smolcluster.training.pieces import Layout, PieceWriter
 from smolcluster.training.replica import Replica
 from smolcluster.training.workload import Workload
@@ -33,6 +34,7 @@ from smolcluster.wire.frames import Frame
 from smolcluster.wire.messages import Planned, StageState
 
 PIECE_NBYTES = 100
+STATE = state_of(3, algorithm="pipeline")
 
 
 def stage() -> OwnStage:
@@ -287,16 +289,3 @@ def test_a_disk_that_takes_a_part_at_a_time_gets_all_of_a_piece(
     assert saved is not None
     for name, tensor in own.replica.saved_parameters().items():
         assert torch.equal(saved.model[name], tensor.detach())
-
-
-STATE = TrainingState(
-    run_id="pipeline-1",
-    algorithm="pipeline",
-    incarnation="a",
-    step=3,
-    samples_applied=9,
-    epoch=0,
-    dataset_fingerprint="d",
-    seed=SEED,
-    codec="fp32",
-)

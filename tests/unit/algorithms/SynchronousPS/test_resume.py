@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness import local_settings
+from harness import local_settings, state_of
 from peers import Parts, logger, server_parts, small_replica
 from smolcluster.algorithms.SynchronousPS.reduction import RESIDUAL, Reduction
 from smolcluster.algorithms.SynchronousPS.server import Server
@@ -23,7 +23,6 @@ from smolcluster.training.checkpoint import (
     Checkpoint,
     CheckpointStore,
     Snapshot,
-    TrainingState,
     restore,
 )
 from smolcluster.training.loop import StepTaken
@@ -84,21 +83,6 @@ def test_from_any_sample_on_every_position_comes_once_and_in_order(
 # What the codec owes
 
 
-def state_at(step: int) -> TrainingState:
-    return TrainingState(
-        run_id="syncps-1",
-        algorithm="syncps",
-        incarnation="a1",
-        step=step,
-        samples_applied=8 * step,
-        epoch=0,
-        dataset_fingerprint="d",
-        seed=42,
-        codec="bf16",
-        progress={},
-    )
-
-
 def train(replica: Replica, reduction: Reduction, versions: range) -> list[Tensor]:
     """Steps of one part each, of changing sizes; returns what was applied in each."""
     means = []
@@ -119,7 +103,7 @@ def train(replica: Replica, reduction: Reduction, versions: range) -> list[Tenso
 def saved(folder: Path, replica: Replica, reduction: Reduction, step: int) -> Checkpoint:
     """What a checkpoint on the disk makes of a server."""
     store = CheckpointStore(folder / "checkpoints", 9, logger([]))
-    store.save(Snapshot.of(replica, state_at(step), reduction.contents()))
+    store.save(Snapshot.of(replica, state_of(step, algorithm="syncps"), reduction.contents()))
     found = store.newest_good()
     assert found is not None
     return found
