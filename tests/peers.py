@@ -416,8 +416,9 @@ def step_taken(
 ) -> StepTaken:
     """A step along what a worker has pushed, or all have."""
     given: dict[str, Any] = {"learning_rate": 1e-3, "grad_norm": 2.5, "layer_norms": {}}
-    who = worker.who if worker else {}
-    given |= {"num_terms": samples.num_samples, **who, **more}
+    if worker is not None:
+        given |= worker.who
+    given |= {"num_terms": samples.num_samples, **more}
     return StepTaken(version, samples, loss, **given)
 
 

@@ -392,7 +392,7 @@ def test_what_is_drawn_on_an_accelerator_comes_from_one_generator_of_it(
             return super().__new__(cls)
 
     monkeypatch.setattr(torch, "Generator", Noted)
-    with FakeTensorMode(), drawing.OfThread(SEED):  # type: ignore[no-untyped-call]
+    with FakeTensorMode(), drawing.OfThread(SEED):
         for _ in range(2):
             assert draw(torch.ones(4, device="cuda")).device.type == "cuda"
     assert kinds == ["cuda"]

@@ -222,7 +222,7 @@ def slice_of(stores: HostedStores, span: range, version: int) -> list[tuple[Stat
     values = stores._contents(place_of(replica.buckets, span))
     values = {name: torch.full_like(each, version) for name, each in values.items()}
     frames = slice_frames(values, replica.buckets, span, incarnation="here", version=version)
-    return [opened(frame) for frame in frames]
+    return [cast("tuple[State, memoryview]", opened(frame)) for frame in frames]
 
 
 def test_what_an_aborted_gathering_has_asked_for_is_taken_before_what_the_next_one_asks() -> None:
