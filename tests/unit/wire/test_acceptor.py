@@ -39,7 +39,7 @@ from smolcluster.wire.messages import Ack, Challenge, Proof, Pull, Reject
 from smolcluster.wire.security import Secret
 from waiting import Clock
 
-OFFER = welcome_of(RUN)
+OFFER = welcome_of(RUN, codec="int8", bucket_bytes=4096)
 
 
 class House:
