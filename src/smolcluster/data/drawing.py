@@ -55,8 +55,11 @@ class Drawing:
             self._found = generators_in(self._drawer)
         return self._found
 
-    def has_made_more(self) -> bool:
-        """Whether its last call has made generators that it keeps; later calls are taken not to."""
+    def look_again(self) -> bool:
+        """Look for generators that its last call has made and that it keeps; False: there are no new ones.
+
+        After `NUM_WATCHED` calls of an epoch it is taken to make none.
+        """
         if self._num_looks == NUM_WATCHED:
             return False
         self._num_looks += 1

@@ -150,7 +150,7 @@ class LoadedSamples(Permuted, ABC):
             raise DataError(
                 f"samples cannot be made a batch of: {error}; give a collate function"
             ) from error
-        self._collating.has_made_more()
+        self._collating.look_again()
         return batch
 
 
@@ -231,7 +231,7 @@ class MapSamples(LoadedSamples):
         """
         with seeded():
             sample = self.dataset[index]
-        if not self.drawing.has_made_more():
+        if not self.drawing.look_again():
             return sample
         with seeded():
             return self.dataset[index]
@@ -332,7 +332,7 @@ class StreamSamples(LoadedSamples):
                     sample = next(iterator)
                 except StopIteration:
                     return
-            self.drawing.has_made_more()
+            self.drawing.look_again()
             yield sample
 
 

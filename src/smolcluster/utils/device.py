@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     import torch
 
 _ALLOWED = "null (the best there is), cuda, cuda:N, mps or cpu"
-MAX_GPU_NAME_CHARS = 50
-"""So that the description of a device is at most 64 characters long, which is what a message holds."""
 ONE_THREAD_ONLY = frozenset({"mps"})
 """Kinds of device whose use from two threads aborts the process (pytorch#197805)."""
 
@@ -46,7 +44,7 @@ def describe(device: "torch.device") -> str:
     import torch  # noqa: PLC0415
 
     if device.type == "cuda":
-        return f"{device} ({torch.cuda.get_device_name(device)[:MAX_GPU_NAME_CHARS]})"
+        return f"{device} ({torch.cuda.get_device_name(device)})"
     if device.type == "cpu":
         threads = torch.get_num_threads()
         return f"cpu ({format_count(threads, 'thread')})"

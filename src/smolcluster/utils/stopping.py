@@ -96,7 +96,8 @@ class _Taking:
 def _end_by_sigterm() -> None:
     """Have a process that was forked end by SIGTERM, by which a user's `multiprocessing.Pool` ends its own.
 
-    A handler could not see to that: Python calls it only when a call that waits has come back.
+    A handler could not see to that: Python calls it between two calls, so that of a signal that comes just
+    before one that waits it hears only when that has come back.
     """
     if isinstance(signal.getsignal(signal.SIGTERM), _Taking):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -290,7 +290,7 @@ class Ready(Message, kind=5):
     model_fingerprint: Identifier
     source: Identifier | None = None
     """SHA-256 of the code of a workload that was named."""
-    device: Name
+    device: Label
     samples_per_s: Speed
     unacknowledged: LeaseKey | None = None
     samples: Annotated[
@@ -895,7 +895,7 @@ class LayersMeasured(Message, kind=57):
     kinds: Some[MeasuredLayer]
     layers: Some[Count]
     memory_bytes: Count
-    device: Name
+    device: Label
 
 
 class MeasureLink(StageMessage, kind=62):

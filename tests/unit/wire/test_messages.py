@@ -27,6 +27,7 @@ from smolcluster.wire.messages import (
     Message,
     Pull,
     Push,
+    Ready,
     Reject,
     ServedData,
     WantState,
@@ -275,9 +276,11 @@ def test_a_sentence_is_one_printable_line() -> None:
     assert len(long.sentence) == MAX_SENTENCE_CHARS
 
 
-def test_a_user_may_give_data_any_name() -> None:
+def test_a_user_may_give_data_any_name_and_a_driver_its_device() -> None:
     named = [ServedData(name=each, fingerprint="a", num_samples=1).name for each in NAMES]
-    assert named == ["größe 2", 64 * "x", "?"]
+    ready = {"dataset_fingerprint": "d", "model_fingerprint": "m", "samples_per_s": 0.0}
+    devices = [Ready.model_validate({**ready, "device": each}).device for each in NAMES]
+    assert named == devices == ["größe 2", 64 * "x", "?"]
 
 
 NAMES = ("größe\n2", 100 * "x", "\0")
