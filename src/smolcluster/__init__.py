@@ -6,6 +6,8 @@ What is imported from here is loaded when it is asked for: `import smolcluster` 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from smolcluster.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from smolcluster import errors as errors
     from smolcluster.api.attach import attach as attach
@@ -16,7 +18,6 @@ if TYPE_CHECKING:
     from smolcluster.training.recipe import Training as Training
     from smolcluster.training.workload import Workload as Workload
 
-__version__ = "0.1.0"
 __all__ = [
     "DistributedConfig",
     "Hooks",

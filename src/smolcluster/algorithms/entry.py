@@ -13,9 +13,8 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Literal
 
-from smolcluster.configs.spec import AlgorithmSpec, get_algorithm
+from smolcluster.configs.spec import AlgorithmSpec, Role, get_algorithm
 from smolcluster.errors import DEVICE_FAILED, RANK_LOST, SmolclusterError
 from smolcluster.observability.terminal import HANGING
 from smolcluster.utils.bugs import EXIT_CODE as BUG
@@ -32,8 +31,6 @@ from smolcluster.utils.stopping import (
     signals_as_raised,
     take_signals,
 )
-
-Role = Literal["server", "worker", "store", "stage"]
 
 SWITCH_INTERVAL_S = 0.0005
 """A busy interpreter otherwise keeps the threads that send waiting 5 ms at a time."""

@@ -23,9 +23,7 @@ from pathlib import Path
 import psutil
 from rich.console import Console
 
-import smolcluster
 from smolcluster.algorithms.context import ServerContext
-from smolcluster.algorithms.entry import Role
 from smolcluster.algorithms.observed import WorkerRun, metrics_served
 from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.algorithms.supervision import TOOK_PART
@@ -35,7 +33,7 @@ from smolcluster.configs.meant import cluster_source, training_source
 from smolcluster.configs.overrides import check_node_overrides, server_overrides, workload_overrides
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import AlgorithmName, ClusterConfig, RunConfig, Settings
-from smolcluster.configs.spec import algorithm_of_groups, algorithm_of_stages, get_algorithm
+from smolcluster.configs.spec import Role, algorithm_of_groups, algorithm_of_stages, get_algorithm
 from smolcluster.errors import ConfigError, RunFailed, SmolclusterError
 from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.terminal import SteadyConsole
@@ -53,6 +51,7 @@ from smolcluster.utils.device_errors import device_error
 from smolcluster.utils.folders import checkout
 from smolcluster.utils.meter import Meter
 from smolcluster.utils.stopping import Ended, Interrupted, signals_as_raised
+from smolcluster.version import __version__
 from smolcluster.wire.dialling import Address
 from smolcluster.wire.handshake import introduce
 from smolcluster.wire.messages import SESSION, STORE, Welcome, sets_of
@@ -395,7 +394,7 @@ def machine_facts() -> dict[str, str | int]:
     except PackageNotFoundError:
         torch = "none"
     return {
-        "smolcluster": smolcluster.__version__,
+        "smolcluster": __version__,
         "python": platform.python_version(),
         "torch": torch,
         "system": f"{platform.system()} {platform.release()}",

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-import smolcluster
 from smolcluster.cli import launching, machines, models, watching
 from smolcluster.cli.options import EXIT_CODES, OVERRIDE
 from smolcluster.errors import SmolclusterError
@@ -21,6 +20,7 @@ from smolcluster.utils.bugs import EXIT_CODE as BUG
 from smolcluster.utils.bugs import describe_bug
 from smolcluster.utils.replaced import say_what_replaces
 from smolcluster.utils.stopping import STOP_ON_STDIN_EOF, signals_as_raised
+from smolcluster.version import __version__
 
 GROUPS = {
     "Run": ("launch", "train", "serve", "invite", "join", "attach", "stop", "resume"),
@@ -73,7 +73,7 @@ for part in (launching, watching, machines, models):
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"smolcluster {smolcluster.__version__}")
+        typer.echo(f"smolcluster {__version__}")
         raise typer.Exit
 
 

@@ -13,10 +13,13 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import MappingProxyType, ModuleType
+from typing import Literal
 
 from smolcluster.errors import ConfigError
 
 GROUP = "smolcluster.algorithms"
+Role = Literal["server", "worker", "store", "stage"]
+"""Of a process that looks for a server, or is one."""
 SINGLE = "single"
 """What training in one process is called where an algorithm is named."""
 STALENESS = "staleness"

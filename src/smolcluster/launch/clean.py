@@ -24,7 +24,6 @@ from rich.text import Text
 from smolcluster.configs.begun import forget
 from smolcluster.errors import ConfigError, DataError, LaunchError, SmolclusterError
 from smolcluster.launch.clean_projects import Old, old_projects, remove_projects
-from smolcluster.launch.find import all_runs
 from smolcluster.launch.host import Host
 from smolcluster.launch.watch.fetch import files_in, is_here
 from smolcluster.launch.watch.listing import listed
@@ -33,7 +32,7 @@ from smolcluster.observability.terminal import SteadyConsole, displayable
 from smolcluster.observability.view.listing import ListedRun
 from smolcluster.runs.launched import launched_of
 from smolcluster.runs.lock import is_held, run_lock
-from smolcluster.runs.paths import LATEST, RunPaths, check_run_id, latest_of, point_latest
+from smolcluster.runs.paths import LATEST, RunPaths, all_runs, check_run_id, latest_of, point_latest
 from smolcluster.utils.at_once import at_once
 from smolcluster.utils.units import format_bytes, format_count, format_duration
 from smolcluster.utils.words import as_command, one_line, say

@@ -1,15 +1,12 @@
 """Which run a command means. Imports nothing that takes time."""
 
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from smolcluster.errors import ConfigError
-from smolcluster.runs.paths import LATEST, RunPaths, find_run, latest_of, runs_root
-
-RUNS_DIR = "SMOLCLUSTER_RUNS_DIR"
+from smolcluster.runs.paths import LATEST, RunPaths, all_runs, find_run, latest_of
 
 
 def find(run: str, *, acts: bool = False) -> RunPaths:
@@ -73,11 +70,6 @@ def asked(names: Sequence[str], unclear: str) -> str:
 
 def _say(line: str) -> None:
     sys.stderr.write(f"{line}\n")
-
-
-def all_runs() -> Path:
-    stated = os.environ.get(RUNS_DIR)
-    return runs_root(Path(stated) if stated else None)
 
 
 def in_folder(run: str) -> RunPaths | None:

@@ -4,9 +4,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from smolcluster.launch.find import all_runs
 from smolcluster.launch.watch.listing import living
-from smolcluster.runs.paths import runs_in
+from smolcluster.runs.paths import all_runs, runs_in
 from smolcluster.utils.words import as_typed
 
 RUNNING = (

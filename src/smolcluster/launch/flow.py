@@ -28,7 +28,7 @@ from smolcluster.configs.overrides import (
 from smolcluster.configs.schema import config_of
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.doctor.checks_links import check_links, check_port
-from smolcluster.launch.find import all_runs, find
+from smolcluster.launch.find import find
 from smolcluster.launch.host import Host
 from smolcluster.launch.invite.start import begin_inviting, check_invitable
 from smolcluster.launch.jobs import kubernetes
@@ -83,6 +83,7 @@ from smolcluster.runs.launched import Launched, Scheduler, launched_of
 from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import (
     RunPaths,
+    all_runs,
     check_run_id,
     create_run,
     new_run_id,

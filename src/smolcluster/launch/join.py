@@ -24,7 +24,7 @@ from smolcluster.configs.resolve import load_resolved
 from smolcluster.configs.schema import ClusterConfig, NodeName
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError, LaunchError
-from smolcluster.launch.find import RUNS_DIR, find
+from smolcluster.launch.find import find
 from smolcluster.launch.invite.start import TOGETHER
 from smolcluster.launch.places import inherited, own_secret_file, place_overrides
 from smolcluster.launch.plan import by_hand, runs_dir_override
@@ -36,7 +36,7 @@ from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.terminal import SteadyConsole, print_line
 from smolcluster.observability.view.snapshot import read_snapshot
 from smolcluster.runs.launched import LaunchedProcess, launched_of, write_launched
-from smolcluster.runs.paths import RunPaths, check_run_id, create_run, runs_root
+from smolcluster.runs.paths import RUNS_DIR, RunPaths, check_run_id, create_run, runs_root
 from smolcluster.server.joining import Follower, RunOver
 from smolcluster.utils.locks import held
 from smolcluster.utils.retry import Deadline

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import smolcluster
 from smolcluster.configs.begun import WORKLOAD_FOLDER
 from smolcluster.configs.checks import check_unencrypted
 from smolcluster.configs.function_name import FunctionName
@@ -33,7 +32,7 @@ MODULE = ("-P", "-m")
 """How Python is told a module of ours: the folder it starts in, which may be a run's, brings no code."""
 PROGRAM = ("-m", "smolcluster.distributed_training")
 """What each rank of a group runs, as torchrun is told it as well."""
-PACKAGE = Path(smolcluster.__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[1]
 SCRIPT = PACKAGE / "api" / "script.py"
 """What runs a script as a worker."""
 ATTACHED = PACKAGE / "algorithms" / "attached.yaml"

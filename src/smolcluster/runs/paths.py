@@ -7,6 +7,7 @@
 <runs>/latest -> the newest run that has begun: a server that listens, or a single process that trains
 """
 
+import os
 import re
 import secrets
 from contextlib import suppress
@@ -19,6 +20,7 @@ from smolcluster.utils.folders import checkout
 from smolcluster.utils.words import as_command
 
 LATEST = "latest"
+RUNS_DIR = "SMOLCLUSTER_RUNS_DIR"
 ADVICE_FILE = "advice.json"
 CHECKPOINT = re.compile(r"step-(\d{8,16})")
 """The name of a checkpoint's folder, with its step."""
@@ -147,6 +149,12 @@ def runs_root(runs_dir: Path | None = None) -> Path:
     if runs_dir is not None:
         return runs_dir.expanduser().absolute()
     return (checkout() or Path.cwd()) / "runs"
+
+
+def all_runs() -> Path:
+    """The folder of all runs where nothing but the environment states one."""
+    stated = os.environ.get(RUNS_DIR)
+    return runs_root(Path(stated) if stated else None)
 
 
 def new_run_id(algorithm: str, now: datetime, suffix: str | None = None) -> str:

@@ -16,14 +16,13 @@ from traceback import FrameSummary, StackSummary
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from smolcluster import __file__ as _package
 from smolcluster.errors import SmolclusterError, UserCodeError
 from smolcluster.utils.device_errors import device_error, is_out_of_memory
 
 MAX_MESSAGE_CHARS = 500
 _ELSEWHERE = "Original Traceback (most recent call last):"
 """Before the traceback of another process, in the message of an error that PyTorch raises again here."""
-_OURS = f"{Path(_package).resolve().parent}/"
+_OURS = f"{Path(__file__).resolve().parents[1]}/"
 _INSTALLED = tuple(
     {f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )

@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
-import smolcluster
 from smolcluster.configs.schema import Encryption
 from smolcluster.errors import (
     AuthError,
@@ -31,6 +30,7 @@ from smolcluster.errors import (
     WrongPeer,
 )
 from smolcluster.utils.retry import Deadline
+from smolcluster.version import __version__
 from smolcluster.wire.connection import UNPROVED_NBYTES, Connection
 from smolcluster.wire.frames import MAX_HEADER_NBYTES, frame_nbytes
 from smolcluster.wire.messages import (
@@ -76,7 +76,7 @@ HANDSHAKE_TIMEOUT_S = 5.0
 def introduce(node: str, worker_id: int = 0, sets: tuple[MessageSet, ...] = SETS) -> Hello:
     """What a process says of itself, which it keeps as long as it lives."""
     return Hello(
-        version=smolcluster.__version__,
+        version=__version__,
         sets=digests_of(sets),
         node=node,
         worker_id=worker_id,
@@ -329,7 +329,7 @@ def _server_authenticate(talk: Talk, door: Door) -> Authenticated:
 
 
 def _versions_differ(hello: Hello) -> str:
-    ours = smolcluster.__version__
+    ours = __version__
     return (
         f"the server's smolcluster {ours} and this worker's {hello.version} differ in their messages or "
         "configuration keys: install the same on both (git pull, then uv sync)"

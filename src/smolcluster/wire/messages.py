@@ -29,12 +29,12 @@ from pydantic import (
     ValidationError,
 )
 
-from smolcluster import __version__
 from smolcluster.configs.schema import HeartbeatTimeout, RunConfig
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ProtocolError, VersionDiffers
 from smolcluster.utils.gpu import GpuQuantity
 from smolcluster.utils.meter import MAX_SPANS, PHASES
+from smolcluster.version import __version__
 from smolcluster.wire.frames import Buffer, Frame, build_frame
 
 MAX_SENTENCE_CHARS = 1000

@@ -29,12 +29,12 @@ from smolcluster.launch.doctor.checks_project import (
 from smolcluster.launch.doctor.examine import listening, make_contact
 from smolcluster.launch.doctor.findings import Check, Finding, NodeChecks, ok, skipped
 from smolcluster.launch.doctor.table import TABLE, look_at
-from smolcluster.launch.find import RUNS_DIR
 from smolcluster.launch.host import Done, Host
 from smolcluster.launch.node_facts import MIN_PYTHON, Facts, facts_of
 from smolcluster.launch.project import LATEST, Project
 from smolcluster.runs.launched import read_launched, write_launched
 from smolcluster.runs.lock import run_lock
+from smolcluster.runs.paths import RUNS_DIR
 
 CHECKS = {check.name: check for check in (Check("system", None, judge_system), *TABLE)}
 DF = "Filesystem 1024-blocks Used Available Capacity Mounted on\n/dev/disk 99 9 {kb} 99% /\n"

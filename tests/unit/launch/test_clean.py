@@ -13,9 +13,8 @@ from smolcluster.cli import main
 from smolcluster.configs.begun import is_known, remember
 from smolcluster.errors import ConfigError
 from smolcluster.launch.clean import clean, parse_age
-from smolcluster.launch.find import RUNS_DIR
 from smolcluster.runs.lock import run_lock
-from smolcluster.runs.paths import RunPaths, create_run, latest_of, point_latest
+from smolcluster.runs.paths import RUNS_DIR, RunPaths, create_run, latest_of, point_latest
 from smolcluster.runs.status import write_status
 
 DAY_S = 86400.0

@@ -14,14 +14,14 @@ import pytest
 from made_runs import summary_of
 from reading import Terminal, children_of, launched_run, server, status_of, worker, write
 from smolcluster.errors import ConfigError
-from smolcluster.launch.find import RUNS_DIR, find
+from smolcluster.launch.find import find
 from smolcluster.launch.host import Host, TookTooLong
 from smolcluster.launch.watch import listing
 from smolcluster.launch.watch.listing import listed, living, row, runs
 from smolcluster.launch.watch.probe import Ask
 from smolcluster.observability.view.listing import ListedRun
 from smolcluster.runs.lock import run_lock
-from smolcluster.runs.paths import RunPaths, create_run
+from smolcluster.runs.paths import RUNS_DIR, RunPaths, create_run
 from smolcluster.runs.status import STOPPED, RunStatus, instant, write_status
 from smolcluster.runs.summary import Final, Summary, write_summary
 

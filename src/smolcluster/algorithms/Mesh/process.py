@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-import smolcluster
 from smolcluster.algorithms.Mesh import loop
 from smolcluster.algorithms.Mesh.config import MeshConfig, check_tags, pick_backend
 from smolcluster.algorithms.Mesh.groups import Groups, check_torch, own_device
@@ -29,6 +28,7 @@ from smolcluster.training.builtin import load_workload
 from smolcluster.training.workload import Workload
 from smolcluster.utils.device import use_threads
 from smolcluster.utils.stopping import leave_signals
+from smolcluster.version import __version__
 from smolcluster.wire.security import (
     GROUP_SECRET,
     Secret,
@@ -152,7 +152,7 @@ def told(settings: Settings, config: MeshConfig) -> dict[str, str]:
         | config.portable
     )
     return {
-        "smolcluster": smolcluster.__version__,
+        "smolcluster": __version__,
         "torch": torch.__version__,
         "python": ".".join(platform.python_version_tuple()[:2]),
         "seed": str(run.seed),

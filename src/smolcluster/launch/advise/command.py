@@ -38,7 +38,6 @@ from smolcluster.launch.advise.speed import (
     Asked,
     Speed,
 )
-from smolcluster.launch.find import all_runs
 from smolcluster.launch.host import Host, host_of
 from smolcluster.launch.kept import cluster_bytes
 from smolcluster.launch.links import Say, Way, measure_all_ways
@@ -49,6 +48,7 @@ from smolcluster.launch.project import packed, read_project
 from smolcluster.launch.requests import Resolved, resolved, settings_of
 from smolcluster.launch.workload_code import code_of
 from smolcluster.runs.advice import LinkSpeed, Prediction
+from smolcluster.runs.paths import all_runs
 from smolcluster.utils.at_once import at_once
 
 ALONE = "this machine"

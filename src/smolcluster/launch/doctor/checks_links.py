@@ -25,7 +25,6 @@ from smolcluster.launch.doctor.findings import (
     skipped,
     warn,
 )
-from smolcluster.launch.find import all_runs
 from smolcluster.launch.host import Done, Host
 from smolcluster.launch.links import (
     Listener,
@@ -41,6 +40,7 @@ from smolcluster.launch.plan import Machines
 from smolcluster.launch.prepare import run_on_all
 from smolcluster.launch.watch.listing import living
 from smolcluster.runs.launched import launched_of
+from smolcluster.runs.paths import all_runs
 from smolcluster.utils.units import format_address, format_rate
 from smolcluster.utils.words import as_command
 

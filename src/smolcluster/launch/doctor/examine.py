@@ -35,7 +35,6 @@ from smolcluster.launch.doctor.table import (
     refused,
     run_table,
 )
-from smolcluster.launch.find import all_runs
 from smolcluster.launch.host import Done, Unreachable
 from smolcluster.launch.links import Listener, read_listener
 from smolcluster.launch.node_facts import Facts, read_facts
@@ -43,6 +42,7 @@ from smolcluster.launch.places import machine_of, project_root
 from smolcluster.launch.project import read_project
 from smolcluster.launch.workload_code import check_source, packages_of
 from smolcluster.observability.terminal import SteadyConsole
+from smolcluster.runs.paths import all_runs
 from smolcluster.utils.at_once import at_once
 from smolcluster.utils.units import format_count
 

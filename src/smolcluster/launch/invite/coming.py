@@ -10,14 +10,14 @@ from functools import partial
 import psutil
 
 from smolcluster.errors import AuthError, ConfigError, LaunchError, SmolclusterError, WrongCode
-from smolcluster.launch.find import all_runs, asked
+from smolcluster.launch.find import asked
 from smolcluster.launch.invite.mdns import Announced, find_invitations
 from smolcluster.launch.join import address_of, join
 from smolcluster.launch.places import own_secret_file
 from smolcluster.launch.take_in import JoinOptions
 from smolcluster.launch.watch.listing import living
 from smolcluster.observability.terminal import SteadyConsole, print_line
-from smolcluster.runs.paths import LATEST
+from smolcluster.runs.paths import LATEST, all_runs
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.words import as_command
 from smolcluster.wire.connection import ConnectFailed, Connection, connect

@@ -17,14 +17,13 @@ from rich.table import Table
 from rich.text import Text
 
 from smolcluster.errors import SmolclusterError
-from smolcluster.launch.find import all_runs
 from smolcluster.launch.watch.probe import Ask, look
 from smolcluster.observability.terminal import SteadyConsole, displayable
 from smolcluster.observability.view.listing import ListedRun, line_of, remembered
 from smolcluster.observability.view.snapshot import LAST_EPOCH, Snapshot, read_snapshot
 from smolcluster.runs.files import write_whole
 from smolcluster.runs.lock import is_held
-from smolcluster.runs.paths import RunPaths, latest_of, runs_in
+from smolcluster.runs.paths import RunPaths, all_runs, latest_of, runs_in
 from smolcluster.utils.at_once import at_once
 from smolcluster.utils.units import format_duration
 from smolcluster.utils.words import write_json

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-import smolcluster
 from smolcluster.errors import ConfigError
 from smolcluster.observability.curves import RUN_COLORS
 from smolcluster.observability.report.outcome import Outcome, outcome_of
@@ -22,6 +21,7 @@ from smolcluster.runs.evaluated import PREFIX
 from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.units import format_bytes, format_duration
 from smolcluster.utils.words import write_json
+from smolcluster.version import __version__
 
 CELLS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("algorithm", "algorithm", str),
@@ -94,7 +94,7 @@ def compare(
             problems=[*compared.problems, *undrawn],
             num_colours=len(RUN_COLORS),
             now=time.time(),
-            version=smolcluster.__version__,
+            version=__version__,
         )
         if not as_json:
             console.print(Text(displayable(console, str(page))), soft_wrap=True)

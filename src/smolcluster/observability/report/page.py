@@ -10,7 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import smolcluster
 from smolcluster.configs.spec import STALENESS, spec_of
 from smolcluster.observability.report.outcome import outcome_of, state_of
 from smolcluster.observability.report.render import UNKNOWN, drawn, loss, or_unknown, write_page
@@ -42,6 +41,7 @@ from smolcluster.runs.status import STALENESS_EDGES, STOPPED
 from smolcluster.utils.meter import PEAK, PHASES
 from smolcluster.utils.units import format_bytes, format_count, format_duration, format_megabytes
 from smolcluster.utils.words import a_few, as_command
+from smolcluster.version import __version__
 
 MAX_NAMES = 20
 SKEW_S = 0.05
@@ -108,7 +108,7 @@ def write_report(paths: RunPaths, ended_by: BaseException | None = None) -> Path
         problems=[*view.problems, *undrawn],
         began=began,
         now=time.time(),
-        version=smolcluster.__version__,
+        version=__version__,
     )
     return paths.report
 
