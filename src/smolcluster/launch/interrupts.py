@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+
+from smolcluster.utils.stopping import taking_signals
 
 
 @dataclass
@@ -51,19 +52,8 @@ def interrupts() -> Iterator[Interrupts]:
     For the main thread only; afterwards everything is as it was.
     """
     collected = Interrupts(wrapper=uv_around(os.getppid()))
-
-    def collect(signum: int, _frame: FrameType | None) -> None:
-        collected.received.append(signum)
-
-    caught = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        caught.append(signal.SIGHUP)
-    before = {signum: signal.signal(signum, collect) for signum in caught}
-    try:
+    with taking_signals(lambda signum, _: collected.received.append(signum)):
         yield collected
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 def uv_around(parent: int) -> int | None:

@@ -5,7 +5,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import Any
 
@@ -81,6 +81,17 @@ def take_signals(
     """Have `handler` take those of the signals that are to be heeded; returns the handlers before."""
     taking = _Taking(handler)
     return {signum: signal.signal(signum, taking) for signum in heeded() if signum in signums}
+
+
+@contextmanager
+def taking_signals(handler: Handler) -> Iterator[None]:
+    """`take_signals` while the block lasts; afterwards everything is as it was."""
+    before = take_signals(handler)
+    try:
+        yield
+    finally:
+        for signum, was in before.items():
+            signal.signal(signum, was)
 
 
 class _Taking:
@@ -164,18 +175,10 @@ class StopRequest:
         if self._signum is not None:
             raise Interrupted(self._signum, is_orderly=True)
 
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
+    def collecting(self) -> AbstractContextManager[None]:
         """Take the signals while the block lasts; only the main thread can, others hear of none."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = take_signals(self._take)
-        try:
-            yield
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
+        is_main = threading.current_thread() is threading.main_thread()
+        return taking_signals(self._take) if is_main else nullcontext()
 
     def _take(self, signum: int, frame: FrameType | None) -> None:
         if self._signum is not None and signum != signal.SIGHUP:

@@ -40,14 +40,6 @@ def test_who_closes_the_terminal_is_not_impatient(
     assert (asked.repeated, asked.hung_up) == (repeated, hung_up)
 
 
-def test_afterwards_everything_is_as_it_was() -> None:
-    watched = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.getsignal(signum) for signum in watched]
-    with interrupts():
-        assert signal.getsignal(signal.SIGINT) is not before[0]
-    assert [signal.getsignal(signum) for signum in watched] == before
-
-
 def test_under_nohup_a_lost_terminal_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
