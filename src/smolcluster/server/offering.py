@@ -46,6 +46,7 @@ from smolcluster.training.buffers import plain_name
 from smolcluster.training.fingerprint import frozen_digest
 from smolcluster.training.lazy import check_shapes
 from smolcluster.training.replica import DEFAULT_BUCKET_BYTES, trained_parameters
+from smolcluster.training.stages.cut import place_at
 from smolcluster.training.workload import Workload
 from smolcluster.utils.retry import Deadline
 from smolcluster.utils.units import format_bytes, format_duration
@@ -368,31 +369,21 @@ def module_of(plan: Plan, values: Tensor) -> nn.Module:
     """
     root, start = nn.Module(), 0
     for layer in plan.layers:
-        *above, last = layer.name.split(".")
-        place = root
         stop = start + (0 if layer.kind == "scratch" else layer.nbytes)
+        tensor = _tensor_of(layer, values[start:stop])
         try:
-            for part in above:
-                if part not in dict(place.named_children()):
-                    place.add_module(part, nn.Module())
-                place = place.get_submodule(part)
-            _register(place, last, layer, values[start:stop])
+            place_at(root, layer.name, tensor, is_kept=layer.kind != "scratch")
         except (KeyError, AttributeError, TypeError) as error:
             raise ProtocolError(f"the plan of what is trained: {layer.name}: {error}") from None
         start = stop
     return root
 
 
-def _register(module: nn.Module, name: str, layer: Layer, values: Tensor) -> None:
+def _tensor_of(layer: Layer, values: Tensor) -> Tensor:
     if layer.kind == "scratch":
-        zeros = torch.zeros(layer.shape, dtype=layer.torch_dtype)
-        module.register_buffer(name, zeros, persistent=False)
-        return
+        return torch.zeros(layer.shape, dtype=layer.torch_dtype)
     tensor = values.clone().view(layer.torch_dtype).view(layer.shape)
-    if layer.kind == "buffer":
-        module.register_buffer(name, tensor)
-    else:
-        module.register_parameter(name, nn.Parameter(tensor))
+    return tensor if layer.kind == "buffer" else nn.Parameter(tensor)
 
 
 @dataclass(frozen=True)
