@@ -212,7 +212,7 @@ def test_every_panel_has_data(processes: Processes, tmp_path: Path) -> None:
     prometheus = Prometheus(processes)
     cluster = local_settings(f"metrics_port={free_ports(3)}", workers=2).cluster
     started = processes_of("pi5", "win")
-    targets = targets_of("r1", started, cluster, lambda _: "127.0.0.1")
+    targets = targets_of("r1", started, cluster)
     write_targets(prometheus.targets, "r1", targets)
     with ExitStack() as serving:
         for process in started:

@@ -184,8 +184,7 @@ def launch(
         site.make_ready(launched, say)
         cluster = site.asked.settings.cluster
         if site.stack is not None:
-            ssh = {each.node: each.ssh for each in launched.processes}
-            announce(site.stack, run_id, launched.processes, cluster, ssh=ssh.get, say=say)
+            announce(site.stack, run_id, launched.processes, cluster, say)
         run.start(None if launched.is_job else loki_of(cluster, site.stack))
     if how.invite:
         begin_inviting(run, launched, paths.root, inherited())

@@ -367,13 +367,13 @@ def test_a_second_run_of_this_machine_has_ports_of_its_own(monkeypatch: pytest.M
     assert "9503" in line
 
 
-PROCESSES = (server(None), worker(0, "pi5", "pi@pi5"), worker(1, "win", None))
+HERE = (server(None), worker(0, "pi5", None), worker(1, "win", None))
+APART = (server(None), worker(0, "pi5", "pi@192.168.50.2"), worker(1, "win", "fd00::2"))
 
 
 def test_prometheus_is_told_of_every_process() -> None:
     cluster = local_settings("metrics_port=9000").cluster
-    where = {"mini1": "127.0.0.1", "pi5": "192.168.50.2", "win": "fd00::2"}
-    assert targets_of("r1", PROCESSES, cluster, where.__getitem__) == [
+    assert targets_of("r1", APART, cluster) == [
         {
             "targets": ["127.0.0.1:9000"],
             "labels": {"run": "r1", "role": "server", "node": "mini1"},
@@ -384,11 +384,11 @@ def test_prometheus_is_told_of_every_process() -> None:
         },
         {"targets": ["[fd00::2]:9002"], "labels": {"run": "r1", "role": "worker", "node": "win"}},
     ]
-    assert targets_of("r1", PROCESSES, local_settings("metrics_port=null").cluster, str) == []
+    assert targets_of("r1", HERE, local_settings("metrics_port=null").cluster) == []
     far = local_settings("metrics_port=65534").cluster
-    assert [each["targets"] for each in targets_of("r1", PROCESSES, far, lambda _: "a")] == [
-        ["a:65534"],
-        ["a:65535"],
+    assert [each["targets"] for each in targets_of("r1", HERE, far)] == [
+        ["127.0.0.1:65534"],
+        ["127.0.0.1:65535"],
     ]
 
 
@@ -410,7 +410,7 @@ def test_a_run_is_announced_and_forgotten(folder: Path) -> None:
     file = folder / "targets" / "r1.json"
     for bind, where in (("172.17.0.1", "172.17.0.1"), ("0.0.0.0", "127.0.0.1")):  # noqa: S104
         cluster = local_settings("metrics_port=9000", f"metrics_bind={bind}").cluster
-        announce(folder, "r1", PROCESSES, cluster, ssh=lambda _: None, say=pytest.fail)
+        announce(folder, "r1", HERE, cluster, pytest.fail)
         first, *others = json.loads(file.read_text())
         assert (first["targets"], len(others)) == ([f"{where}:9000"], 2)
     assert file.stat().st_mode & 0o777 == 0o644, "Prometheus is another user"
@@ -421,22 +421,21 @@ def test_a_run_is_announced_and_forgotten(folder: Path) -> None:
 
 def test_prometheus_is_not_sent_to_machines_that_do_not_let_it_in(folder: Path) -> None:
     said: list[str] = []
-    ssh = {"mini1": None, "pi5": "pi@127.0.0.5", "win": "127.0.0.6"}.get
-    announce(folder, "r1", PROCESSES, local_settings().cluster, ssh=ssh, say=said.append)
+    announce(folder, "r1", APART, local_settings().cluster, said.append)
     file = folder / "targets" / "r1.json"
     assert [each["labels"]["node"] for each in json.loads(file.read_text())] == ["mini1"]
     [line] = said
     assert line.startswith("Prometheus does not see pi5, win: ")
     assert "metrics_bind=0.0.0.0" in line
     open_to_all = local_settings("metrics_bind=0.0.0.0").cluster
-    announce(folder, "r1", PROCESSES, open_to_all, ssh=ssh, say=pytest.fail)
+    announce(folder, "r1", APART, open_to_all, pytest.fail)
     assert len(json.loads(file.read_text())) == 3
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(folder: Path) -> None:
     (folder / "targets").write_text("in the way")
     said: list[str] = []
-    announce(folder, "r1", PROCESSES, local_settings().cluster, ssh=lambda _: None, say=said.append)
+    announce(folder, "r1", HERE, local_settings().cluster, said.append)
     assert len(said) == 1
     assert said[0].endswith("; Prometheus does not see the run")
 

@@ -1,6 +1,6 @@
 """The stack beside a run that is launched: never a reason to fail, and nothing to wait for."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -21,9 +21,7 @@ from smolcluster.launch.observe.stack import (
 from smolcluster.launch.observe.targets import (
     file_of,
     listens,
-    local_address,
     remove_stale,
-    ssh_address,
     targets_of,
     write_targets,
 )
@@ -83,31 +81,23 @@ def _begins(stack: Path, grafana: Service, say: Say) -> bool:
 def announce(
     stack: Path,
     run_id: str,
-    processes: Iterable[LaunchedProcess],
+    processes: Sequence[LaunchedProcess],
     cluster: ClusterConfig,
-    *,
-    ssh: Callable[[str], str | None],
     say: Say,
 ) -> None:
-    """Tell Prometheus where the processes of a run are; `ssh` of a node is None where that is here.
+    """Tell Prometheus where the processes of a run are.
 
     Those of other machines are left out where `metrics_bind` opens them to nobody, which is said.
     """
-    processes = list(processes)
-    elsewhere = {process.node for process in processes if ssh(process.node) is not None}
+    elsewhere = {process.node for process in processes if process.ssh is not None}
     if elsewhere and cluster.metrics_bind is None and cluster.metrics_port is not None:
         say(
             f"Prometheus does not see {', '.join(sorted(elsewhere))}: each machine serves its metrics on its "
             "own 127.0.0.1; `--override metrics_bind=0.0.0.0` opens them to the network"
         )
         processes = [process for process in processes if process.node not in elsewhere]
-
-    def address_of(node: str) -> str:
-        destination = ssh(node)
-        return local_address(cluster) if destination is None else ssh_address(destination)
-
     remove_stale(stack)
-    targets = targets_of(run_id, processes, cluster, address_of)
+    targets = targets_of(run_id, processes, cluster)
     if not targets:
         return
     try:

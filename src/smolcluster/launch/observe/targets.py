@@ -37,15 +37,9 @@ Json = dict[str, Any]
 
 
 def targets_of(
-    run_id: str,
-    processes: Iterable[LaunchedProcess],
-    cluster: ClusterConfig,
-    address_of: Callable[[str], str],
+    run_id: str, processes: Iterable[LaunchedProcess], cluster: ClusterConfig
 ) -> list[Json]:
-    """What Prometheus is told of a run: an entry a process that serves `/metrics`.
-
-    `address_of` says where a node is.
-    """
+    """What Prometheus is told of a run: an entry a process that serves `/metrics`."""
     targets = []
     for process in processes:
         if process.is_helper:  # it serves none
@@ -53,13 +47,15 @@ def targets_of(
         served = metrics_address(cluster, None if process.rank is None else process.rank + 1)
         if served is not None:
             labels = {"run": run_id, "role": process.role, "node": process.node}
-            where = format_address(address_of(process.node), served[1])
+            where = format_address(address_of(process, cluster), served[1])
             targets.append({"targets": [where], "labels": labels})
     return targets
 
 
-def local_address(cluster: ClusterConfig) -> str:
-    """Where this machine's own processes are reached."""
+def address_of(process: LaunchedProcess, cluster: ClusterConfig) -> str:
+    """Where a process is reached."""
+    if process.ssh is not None:
+        return ssh_address(process.ssh)
     bound = cluster.metrics_bind
     return LOOPBACK if bound is None or bound in EVERYWHERE else bound
 
