@@ -27,7 +27,7 @@ from smolcluster.observability.logs import NodeLog
 from smolcluster.runs.paths import RunPaths
 from smolcluster.utils.bugs import EXIT_CODE as BUG
 from smolcluster.utils.retry import Deadline
-from smolcluster.utils.stopping import heeded, signal_name
+from smolcluster.utils.stopping import signal_name, take_signals
 from smolcluster.utils.units import format_count, format_duration
 from smolcluster.utils.words import as_command
 
@@ -119,8 +119,7 @@ def supervise(role: str, node: str, rank: int | None, allowed: int, *, named: bo
     It is started again `allowed` times in a row. `named`: whether lines on the console say whose they are.
     """
     stopping, folder = Stopping(), b""
-    for signum in heeded():
-        signal.signal(signum, stopping)
+    take_signals(stopping)
     command = [sys.executable, *sys.argv]
 
     def say(level: str, line: str) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from smolcluster.errors import ConfigError
 from smolcluster.launch.hetero.file import DEFAULT_FILE, LOCAL, HeteroConfig, check_plan
-from smolcluster.launch.hetero.start import own_addresses
 from smolcluster.launch.setup.init import InitOptions, Terminal, may_write
 from smolcluster.observability.terminal import SteadyConsole, print_line
+from smolcluster.server.listening import own_addresses
 
 LAYERS = 32
 """Of Llama 3.1 8B."""
@@ -80,10 +80,7 @@ def hetero_of(coordinator: str, workers: list[str], layers: int, port: int) -> H
 def _machines(options: InitOptions, user: Terminal | None) -> tuple[str, list[str]]:
     coordinator, workers = options.server, list(options.workers)
     if user is not None and coordinator is None:
-        outside = (
-            each for each in own_addresses() if each.count(".") == 3 and not each.startswith("127.")
-        )
-        coordinator = user.text("Address of the coordinator", min(outside, default=""))
+        coordinator = user.text("Address of the coordinator", min(own_addresses(), default=""))
     while user is not None and not options.workers:
         answer = user.text(f"Address of worker {len(workers) + 1} (empty: no more)", "")
         if not answer:

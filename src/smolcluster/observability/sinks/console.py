@@ -77,12 +77,11 @@ class ProgressView:
         """Print a line above the bar."""
         print_line(self._console, line)
 
-    def close(self, *, show_last: bool = True) -> None:
-        """Show the last state, unless it is of no interest any more; nothing is shown after that."""
+    def close(self) -> None:
+        """Show the last state; nothing is shown after that."""
         if self._closed:
             return
-        if show_last:
-            self._show()
+        self._show()
         self._closed = True
         if self._bar is not None:
             with steady(self._console):

@@ -165,12 +165,12 @@ def test_a_plain_line_says_how_much_is_done_of_how_much() -> None:
     assert text(console).splitlines() == ["25% · epoch 1/3 · step 1,024/4,096"]
 
 
-def test_what_is_stopped_shows_no_progress_any_more() -> None:
+def test_what_is_closed_shows_no_progress_any_more() -> None:
     console = plain()
     view = ProgressView(console, interval_s=0.0)
     view.log(MetricRecord("step", 1, 0, {}))
     view.tick()
-    view.close(show_last=False)
+    view.close()
     view.log(MetricRecord("step", 2, 0, {}))
     view.tick()
     view.print("stopping")
