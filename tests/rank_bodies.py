@@ -8,7 +8,7 @@ import sys
 import time
 
 from smolcluster.algorithms.children import SAFE_PATH
-from smolcluster.algorithms.Mesh.children import ChildRanks
+from smolcluster.algorithms.Mesh.child_ranks import ChildRanks
 from smolcluster.algorithms.Mesh.meeting import reached
 from smolcluster.algorithms.Mesh.ranks import Ranks
 from smolcluster.wire.security import secret_of_text

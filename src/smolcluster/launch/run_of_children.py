@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from smolcluster.errors import ConfigError, LaunchError, Rejected, SmolclusterError
-from smolcluster.launch.children import Child
+from smolcluster.launch.child import Child
 from smolcluster.launch.interrupts import Interrupts
 from smolcluster.launch.run import EndedBadly, Run, missing_workers
 from smolcluster.launch.stop import StopResult

@@ -339,7 +339,7 @@ def test_what_was_started_is_stopped_when_another_cannot_be(
     plan = plan.model_copy(update={"processes": (plan.server, broken)})
     run = RunOfChildren(plan, paths, console)
     run.keep_what_waits()
-    monkeypatch.setattr("smolcluster.launch.children.subprocess.Popen.__init__", note)
+    monkeypatch.setattr("smolcluster.launch.child.subprocess.Popen.__init__", note)
     with pytest.raises(LaunchError, match=r"cannot start worker 1 \(pi0\)"):
         run.start()
     monkeypatch.undo()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smolcluster.algorithms.children import END_S
-from smolcluster.algorithms.Mesh.children import ChildRanks
+from smolcluster.algorithms.Mesh.child_ranks import ChildRanks
 from smolcluster.algorithms.Mesh.config import MeshConfig, check_tags, pick_backend
 from smolcluster.algorithms.Mesh.group_rank import END, START_S, GroupRank, Setup, be_rank, part_of
 from smolcluster.algorithms.Mesh.groups import check_torch, lost_named, own_device

@@ -12,7 +12,7 @@ from smolcluster.algorithms.children import END_S
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.entry import guarded
 from smolcluster.algorithms.Mesh import loop
-from smolcluster.algorithms.Mesh.children import ChildRanks
+from smolcluster.algorithms.Mesh.child_ranks import ChildRanks
 from smolcluster.algorithms.Mesh.config import MeshConfig
 from smolcluster.algorithms.Mesh.meeting import together
 from smolcluster.algorithms.Mesh.process import be_rank, device_for, told

@@ -21,7 +21,7 @@ import psutil
 
 from smolcluster.configs.spec import algorithm_of_stages
 from smolcluster.errors import ConfigError, LaunchError, SmolclusterError
-from smolcluster.launch.children import Child
+from smolcluster.launch.child import Child
 from smolcluster.launch.diagram import drawn, of_hetero
 from smolcluster.launch.hetero.file import (
     COORDINATOR,

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from smolcluster.launch import children
-from smolcluster.launch.children import Child
+from smolcluster.launch.child import Child
 from smolcluster.runs.launched import LaunchedProcess
 from waiting import eventually
 
@@ -104,7 +103,7 @@ def test_an_output_that_outlives_it_is_closed_in_the_end(
     spawn: Spawn, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that it began in a session of its own writes on."""
-    monkeypatch.setattr(children, "OUTPUT_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("smolcluster.launch.child.OUTPUT_TIMEOUT_S", 0.0)
     child = spawn(
         "print(subprocess.Popen(['sleep', '1000'], start_new_session=True).pid, flush=True)"
     )

@@ -16,7 +16,7 @@ import rank_bodies
 from processes import is_alive
 from rank_bodies import ends_with_2, greets, is_killed, loads_in_a_process
 from smolcluster.algorithms.children import SAFE_PATH
-from smolcluster.algorithms.Mesh.children import ChildRanks
+from smolcluster.algorithms.Mesh.child_ranks import ChildRanks
 from smolcluster.algorithms.Mesh.ranks import Ranks
 from waiting import DEADLINE_S, eventually
 
