@@ -23,9 +23,6 @@ from smolcluster.errors import PortBusy
 from smolcluster.launch import host
 from smolcluster.launch.doctor.checks import judge_system
 from smolcluster.launch.doctor.checks_links import PORT_FACTS, check_links, check_port
-from smolcluster.launch.doctor.checks_project import (
-    WORKLOAD_CHECKS,
-)
 from smolcluster.launch.doctor.examine import listening, make_contact
 from smolcluster.launch.doctor.findings import Check, Finding, NodeChecks, ok, skipped
 from smolcluster.launch.doctor.table import TABLE, look_at
@@ -326,7 +323,7 @@ def test_programs_of_a_node_have_its_environment_which_no_command_line_shows(
 
 def test_packages_that_a_workload_imports_are_looked_for_in_the_environment() -> None:
     node = node_checks(python=sys.executable, packages=("json", "not_a_package_of_anybody"))
-    [check] = WORKLOAD_CHECKS
+    check = CHECKS["workload"]
     script = check.script
     assert callable(script)
     done = Host(node.name).run(script(node), stdin=check.stdin(node))
@@ -339,7 +336,7 @@ def test_packages_that_a_workload_imports_are_looked_for_in_the_environment() ->
 
 def test_a_missing_module_is_installed_by_its_package_s_name() -> None:
     node = node_checks(python="/there/python")
-    [check] = WORKLOAD_CHECKS
+    check = CHECKS["workload"]
     finding = check.judge(Done(0, 'missing ["yaml", "not_a_package_of_anybody"]', ""), node)
     assert "uv pip install --python /there/python PyYAML" in finding.fix
     assert "install what provides not_a_package_of_anybody" in finding.fix

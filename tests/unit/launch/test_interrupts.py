@@ -15,6 +15,7 @@ from smolcluster.launch.interrupts import Interrupts, interrupts, uv_around
     ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
 def test_a_signal_is_collected_instead_of_obeyed(signum: int, code: int) -> None:
+    handler = signal.getsignal(signum)
     with interrupts() as asked:
         before = bool(asked)
         os.kill(os.getpid(), signum)
@@ -22,6 +23,7 @@ def test_a_signal_is_collected_instead_of_obeyed(signum: int, code: int) -> None
         assert asked.exit_code == code
         os.kill(os.getpid(), signal.SIGINT)
         assert (asked.repeated, asked.exit_code) == (True, code)
+    assert signal.getsignal(signum) is handler
 
 
 @pytest.mark.parametrize(

@@ -207,8 +207,6 @@ PROJECT_CHECKS = (
         needs_interpreter,
         stdin=torch_script,
     ),
-)
-WORKLOAD_CHECKS = (
     Check(
         "workload",
         lambda _: "exec sh -s",

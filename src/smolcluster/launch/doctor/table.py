@@ -7,14 +7,14 @@ from functools import partial
 from smolcluster.errors import LaunchError
 from smolcluster.launch.doctor.checks import MACHINE_CHECKS
 from smolcluster.launch.doctor.checks_links import LINK_CHECKS, PORT_CHECK, PORT_FACTS
-from smolcluster.launch.doctor.checks_project import PROJECT_CHECKS, WORKLOAD_CHECKS, exports
+from smolcluster.launch.doctor.checks_project import PROJECT_CHECKS, exports
 from smolcluster.launch.doctor.findings import Check, Finding, NodeChecks, fail, skipped
 from smolcluster.launch.host import Done, TookTooLong, Unreachable
 from smolcluster.launch.node_facts import facts_script, read_facts
 from smolcluster.utils.at_once import at_once
 from smolcluster.utils.words import condensed
 
-TABLE = (*MACHINE_CHECKS, *PROJECT_CHECKS, *WORKLOAD_CHECKS, PORT_CHECK, *LINK_CHECKS)
+TABLE = (*MACHINE_CHECKS, *PROJECT_CHECKS, PORT_CHECK, *LINK_CHECKS)
 SSH, HOST_KEY, SYSTEM, IDENTITY = "SSH", "host key", "system", "identity"
 """What the first contact tells, before the table."""
 ORDER = (SSH, HOST_KEY, SYSTEM, IDENTITY, *(check.name for check in TABLE))

@@ -52,8 +52,6 @@ TAUS = (
     "more",
 )
 """What the numbers of `WorkerStatus.staleness` count."""
-SHARES = ("data", "forward", "backward", "encode", "send", "wait", "apply")
-"""Of the time of a process, as `share/…`; the rest is other."""
 
 
 class Table(NamedTuple):
@@ -94,7 +92,7 @@ def write_report(paths: RunPaths, ended_by: BaseException | None = None) -> Path
         ranks=_ranks(view),
         staleness=_staleness(workers),
         stages=_stages(view),
-        phases=[each for each in (*SHARES, "other") if any(each in parts for _, parts in splits)],
+        phases=[each for each in (*PHASES, "other") if any(each in parts for _, parts in splits)],
         splits=splits,
         peaks=_peaks(view),
         links=_links(view, workers),
@@ -433,7 +431,7 @@ def step_s_of(process: ProcessSeries) -> float | None:
 
 def shares_of(process: ProcessSeries) -> Mapping[str, float]:
     """Parts of its time by phase, which make a whole; none when it reported none."""
-    known = {name: process.totals.get(f"share/{name}") for name in SHARES}
+    known = {name: process.totals.get(f"share/{name}") for name in PHASES}
     shares = {name: max(0.0, share.mean) for name, share in known.items() if share is not None}
     if not shares:
         return {}
