@@ -201,7 +201,7 @@ def run_of(
 ) -> Run:
     """The run that starts, follows and ends these processes; `env`: added to what each node has."""
     if launched.has_sessions:
-        return RunInSessions(launched, paths, console, env, num_epochs=num_epochs)
+        return RunInSessions(launched, paths, console, env)
     return RunOfChildren(launched, paths, console, num_epochs=num_epochs)
 
 

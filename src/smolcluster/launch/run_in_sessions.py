@@ -60,11 +60,9 @@ class RunInSessions(Run):
         paths: RunPaths,
         console: Console,
         env: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
-        *,
-        num_epochs: int | None = None,
     ) -> None:
         """`env`: what sessions on each node have in their environment besides."""
-        super().__init__(launched, paths, console, num_epochs=num_epochs)
+        super().__init__(launched, paths, console)
         self._env = env
         self._kept: set[int | None] = set()
         """Ranks of the workers from before that take part as they are."""
