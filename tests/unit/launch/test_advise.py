@@ -32,7 +32,7 @@ from smolcluster.launch.advise.command import (
     stated,
 )
 from smolcluster.launch.advise.measuring import Computer, busy, measure_all
-from smolcluster.launch.advise.show import advice_line, as_json, lines, show
+from smolcluster.launch.advise.show import advice_line, as_document, lines, show
 from smolcluster.launch.advise.speed import ASKED_FILE, SPEED, Asked, Speed, meet
 from smolcluster.launch.host import Done, Host
 from smolcluster.launch.kept import keep_prediction
@@ -236,7 +236,7 @@ def test_a_better_address_is_named(slow: Found) -> None:
 
 
 def test_the_document_has_all_of_it(slow: Found) -> None:
-    document = json.loads(as_json(slow))
+    document = json.loads(json.dumps(as_document(slow)))
     assert document["distribute"] is True
     assert {each["algorithm"] for each in document["options"]} >= {document["advice"]["algorithm"]}
     assert document["alone"]["machine"] == "mini1"

@@ -1,6 +1,5 @@
 """The command `advise`, `launch --auto`, which does what it says, and `servers: auto`: hosts by links."""
 
-import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ from smolcluster.launch.advise.command import (
     find_advice,
     site_of,
 )
-from smolcluster.launch.advise.show import advice_line, as_json, show
+from smolcluster.launch.advise.show import advice_line, as_document, show
 from smolcluster.launch.advise.speed import Speed
 from smolcluster.launch.flow import LaunchOptions, launch
 from smolcluster.launch.host import host_of
@@ -22,6 +21,7 @@ from smolcluster.launch.links import Say, Way, measure_all_ways
 from smolcluster.launch.plan import Request
 from smolcluster.launch.requests import Resolved, cluster_line, resolved, training_line
 from smolcluster.observability.terminal import SteadyConsole, print_line
+from smolcluster.utils.words import write_json
 
 DO_NOT_DISTRIBUTE = 4
 """Exit code: one machine alone is about as fast, or faster."""
@@ -40,7 +40,7 @@ def advise_command(request: Request, *, local: bool, sync: bool, in_json: bool) 
     say = partial(print_line, SteadyConsole(stderr=True))
     found = find_advice(resolved(request, local=local), say, sync=sync)
     if in_json:
-        sys.stdout.write(f"{as_json(found)}\n")
+        write_json(as_document(found))
     else:
         show(found, SteadyConsole())
     return _code(found)

@@ -1,6 +1,5 @@
 """What `smolcluster advise` prints: for people, and as JSON."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -104,11 +103,11 @@ def rate(found: Found, samples_per_s: float) -> str:
     return f"{each:,.0f}" if each >= 99.5 else f"{each:.3g}"
 
 
-def as_json(found: Found) -> str:
-    """All of it in one document; rates are of samples a second, links in MB a second."""
+def as_document(found: Found) -> dict[str, Any]:
+    """All of it for programs; rates are of samples a second, links in MB a second."""
     advice = found.advice
     machine, samples_per_s = advice.alone
-    document: dict[str, Any] = {
+    return {
         "distribute": advice.chosen is not None,
         "advice": None if advice.chosen is None else _option(advice.chosen),
         "options": [_option(each) for each in advice.options],
@@ -117,7 +116,6 @@ def as_json(found: Found) -> str:
         "machines": {node: speed.model_dump() for node, speed in found.speeds.items()},
         "links": {node: asdict(way) for node, way in found.ways.items()},
     }
-    return json.dumps(document, indent=2)
 
 
 def _option(option: Option) -> dict[str, Any]:

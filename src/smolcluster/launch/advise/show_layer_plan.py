@@ -1,7 +1,6 @@
 """What `smolcluster plan` prints: for people, and as JSON, which `smolcluster diagram` reads."""
 
 import json
-import sys
 from collections.abc import Iterator
 from functools import partial
 
@@ -14,6 +13,7 @@ from smolcluster.launch.advise.layer_plan import FoundPlan, Wanted, find_layer_p
 from smolcluster.launch.plan import Request
 from smolcluster.launch.requests import resolved
 from smolcluster.observability.terminal import SteadyConsole, print_line
+from smolcluster.utils.words import write_json
 
 
 def plan_command(
@@ -32,7 +32,7 @@ def plan_command(
     say = partial(print_line, SteadyConsole(stderr=True))
     found = find_layer_plan(resolved(request, local=local), wanted, say, sync=sync)
     if in_json:
-        sys.stdout.write(f"{json.dumps(json.loads(PLAN.text(plan_file(found))), indent=2)}\n")
+        write_json(json.loads(PLAN.text(plan_file(found))))
         return 0
     console = SteadyConsole()
     console.print(stages_table(found))
