@@ -73,6 +73,7 @@ def test_overrides_are_expanded(given: list[str], expanded: list[str]) -> None:
         ["launch", "syncps", "--local", "--workers", "0"],
         ["launch", "edp", "--dry-run", "--workers", "2"],
         ["launch", "edp", "--local", "extra"],
+        ["launch", "edp", "--auto"],
         ["launch", "edp", "--local", "--override"],
         ["launch", "edp", "--local", "--override", "port"],
         ["launch", "edp", "--local", "--override", "prot=6000"],

@@ -49,16 +49,6 @@ def test_links_are_as_fast_as_they_are_shaped(shaped: Launching) -> None:
     shaped.wait_until_clean()
 
 
-def test_who_is_out_of_reach_is_left_out(launching: Launching) -> None:
-    launching.make_ready()
-    launching.write_config("lost.yaml", {"pi5": {"ssh": "pi5.nowhere"}})
-    code, document, said = advise(launching, "--config", "lost.yaml", "--no-sync")
-    assert code in (0, 4)
-    assert set(document["machines"]) == {"mini1", "mini2"}
-    [line] = [line for line in said.splitlines() if line.endswith("it is left out")]
-    assert line.startswith("pi5 (pi5.nowhere): its name has no address")
-
-
 def test_without_the_servers_machine_nothing_can_be_said(launching: Launching) -> None:
     launching.make_ready()
     launching.write_config("headless.yaml", {"mini1": {"ssh": "mini1.nowhere"}})

@@ -16,7 +16,7 @@ SMALL = (
     *("--override", "num_epochs=1", "--override", "metrics_port=null"),
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 def smolcluster(tmp_path: Path, *words: str) -> "subprocess.CompletedProcess[str]":
@@ -31,7 +31,6 @@ def smolcluster(tmp_path: Path, *words: str) -> "subprocess.CompletedProcess[str
     )
 
 
-@pytest.mark.nightly
 def test_a_launch_that_follows_keeps_what_was_predicted(tmp_path: Path) -> None:
     done = smolcluster(tmp_path, "launch", "--auto", "--no-tmux", *SMALL)
     assert done.returncode in (0, 4), done.stdout + done.stderr
@@ -44,8 +43,3 @@ def test_a_launch_that_follows_keeps_what_was_predicted(tmp_path: Path) -> None:
     prediction = ADVICE.read(paths.advice)
     assert read_summary(paths.summary).algorithm == prediction.algorithm
     assert "Predicted" in paths.report.read_text()
-
-
-def test_an_algorithm_cannot_be_named_with_auto(tmp_path: Path) -> None:
-    done = smolcluster(tmp_path, "launch", "edp", "--auto")
-    assert done.returncode == 2

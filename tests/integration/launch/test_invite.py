@@ -16,19 +16,6 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(STORIES_TIMEOUT_S)]
 
 OWN = ("threads=1", "metrics_port=null")
 SECRET = ".config/smolcluster/secret"
-INVITES = """
-import sys
-from pathlib import Path
-from smolcluster.launch.invite.inviting import announced_to_all
-from smolcluster.wire.invitation import Invitation, handover, read_code
-from smolcluster.wire.security import Secret
-run_id, code, key = sys.argv[1:]
-gives = handover(Secret(Path("s"), key.encode()), None, 1)
-with announced_to_all(Invitation(run_id, read_code(code), gives), lambda line: print(line, flush=True)):
-    print("announced", flush=True)
-    sys.stdin.read()
-"""
-"""Invites into a run that nobody trains."""
 
 
 class Inviting:
@@ -51,12 +38,6 @@ class Inviting:
         launched = self.launching.popen(command)
         launched.wait_for("where mDNS does not reach", LAUNCH_TIMEOUT_S)
         return launched, code_of(launched.output)
-
-    def invite(self, run_id: str, code: str, key: str) -> Running:
-        words = [str(self.launching.programs / "python"), "-c", INVITES, run_id, code, key]
-        inviting = self.launching.popen(words)
-        inviting.wait_for("announced")
-        return inviting
 
     def join(self, code: str, *words: str) -> Running:
         """Start to join by a code, which is typed; nothing of it is in the command line."""
@@ -134,43 +115,6 @@ def test_a_machine_joins_by_the_code_alone_and_is_a_worker_like_any_other(
     joining.wait()
     secret.unlink()
     assert "no run that invites machines is announced" in inviting.cannot_join(code)
-
-
-KEYS = {"mine": "0123456789abcdef" * 4, "liar": "f" * 64}
-
-
-def test_of_two_runs_one_is_named_and_of_a_liar_nothing_is_believed(inviting: Inviting) -> None:
-    """Nobody trains here: whoever got the secret finds no server at port 1."""
-    right, others = "k7mp-3fxq", "0000-0000"
-    started = [
-        inviting.invite("edp-1", right, KEYS["mine"]),
-        inviting.invite("edp-1", others, KEYS["liar"]),
-        inviting.invite("syncps-1", others, KEYS["liar"]),
-    ]
-
-    def is_unclear() -> bool:  # on a busy machine one may be heard too late
-        said = inviting.cannot_join(others)
-        both = said.count("run edp-1 at 10.77.0.1:") == 2
-        return (
-            both and "2 runs invite machines, name one of them with --run: edp-1, syncps-1" in said
-        )
-
-    def has_joined() -> bool:
-        joining = inviting.join(right.upper(), "--run", "edp-1", "--wait", "0.1")
-        return joining.wait() == 75
-
-    wait_until(is_unclear, "both runs", LAUNCH_TIMEOUT_S)
-    wait_until(has_joined, "the secret", LAUNCH_TIMEOUT_S)
-    assert inviting.joiner.path(SECRET).read_text() == f"{KEYS['mine']}\n"
-    inviting.joiner.path(SECRET).unlink()
-
-    # Three wrong codes end the invitation, also for who has the right one.
-    place = re.findall(r"--invitation (\S+?)`", started[2].output)[0]
-    for _ in range(3):
-        assert "the code is wrong" in inviting.cannot_join("1111-1111", "--invitation", place)
-    assert "3 wrong codes" in inviting.cannot_join(others, "--invitation", place)
-    for each in started:
-        each.stop()
 
 
 def test_a_machine_joins_a_run_of_other_machines_which_its_launcher_has_left(

@@ -9,16 +9,7 @@ from typing import Any
 import pytest
 
 from lab import Running
-from launching import (
-    CACHE,
-    LAUNCH_TIMEOUT_S,
-    PACED,
-    PROJECT,
-    STORIES_TIMEOUT_S,
-    TINY,
-    Launching,
-    wait_until,
-)
+from launching import CACHE, LAUNCH_TIMEOUT_S, PACED, STORIES_TIMEOUT_S, Launching, wait_until
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(STORIES_TIMEOUT_S)]
 RECEIVED, WORDS = "received.jsonl", "promtail.log"
@@ -128,14 +119,3 @@ def test_the_logs_of_every_node_arrive_and_nothing_is_left(
         *(("server", None), ("worker", "0"), ("worker", "1")),
     }
     assert "INFO" in {each["level"] for each in labels}
-
-
-def test_a_run_does_not_care_that_its_logs_cannot_be_shipped(launching: Launching) -> None:
-    done = launching.run(launching.launch("--override", *TINY, "loki_url=http://127.0.0.1:9"))
-    assert done.returncode == 0, done.stderr
-    assert launching.status()["state"] == "ended"
-    assert launching.is_clean(), launching.left()
-    said = (launching.folder("mini1") / WORDS).read_text()
-    assert said.count("warning: Loki does not take the logs") == 1
-    assert "of logs have not been pushed" in said
-    assert not launching.controller.path(f"{PROJECT}/runs/latest/logs/.shipped.json").exists()
