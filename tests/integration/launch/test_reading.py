@@ -146,6 +146,7 @@ def test_logs_are_followed_across_a_cut(run: Lab) -> None:
         following.stop()
     for words in ("pi5 begins", "before the cut", "during the cut", "after the cut", "elsewhere"):
         assert shown.count(words) == 1, shown
+    assert shown.count("trying again") == 1, shown
     assert "Traceback" not in shown
     for name in ("mini1", "mini2"):  # nothing is left that reads for nobody
         end = time.monotonic() + 10

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -18,7 +17,6 @@ from reading import (
     fake_ssh,
     launched_run,
     log_line,
-    replace_program,
     server,
     status_of,
     worker,
@@ -37,7 +35,7 @@ from smolcluster.launch.watch.logs import (
 from smolcluster.runs.launched import LaunchedProcess
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.status import write_status
-from waiting import DEADLINE_S, eventually
+from waiting import eventually
 
 NOW = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
 
@@ -302,72 +300,9 @@ def test_a_machine_that_cannot_be_reached_is_named_and_its_fetched_lines_are_sho
     assert "were fetched before" in err
 
 
-def test_following_goes_on_after_a_break_without_repeating(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a real interrupt at the end."""
-    there = fake_ssh(tmp_path, monkeypatch)
-    paths = launched_run(tmp_path / "runs", server(), worker(0, "pi5", "pi5"))
-    one = write(there / "runs/r1/logs/server-mini1.log", log_line(1, "m1"))
-    two = write(there / "runs/r1/logs/worker-rank0-pi5.log", log_line(2, "m2") + '{"half')
-    program = (
-        "import sys; from smolcluster.launch.watch import logs, tail; tail.RETRY_S = 0.2\n"
-        "sys.exit(logs.logs(sys.argv[1], node=None, rank=None, level='INFO', follow=True, since=None))"
-    )
-    output = tmp_path / "output"
-    with output.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-c", program, str(paths.root)],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-    def wait_for(text: str) -> None:
-        eventually(lambda: text in output.read_text())
-
-    try:
-        wait_for("m2")
-        append(one, log_line(3, "m3"))
-        wait_for("m3")
-        ssh = tmp_path / "bin/ssh"
-        refused = "#!/bin/sh\necho 'Connection refused' >&2; exit 255\n"
-        answering = replace_program(ssh, refused)
-        end_commands_of(process.pid)
-        wait_for("trying again")
-        append(two, 'way"}\n' + log_line(4, "m4"))
-        replace_program(ssh, answering)
-        wait_for("connected again")
-        wait_for("m4")
-        process.send_signal(signal.SIGINT)
-        assert process.wait(DEADLINE_S) == 0
-    finally:
-        process.kill()
-        process.wait()
-    text = output.read_text()
-    assert [text.count(f"m{number}") for number in (1, 2, 3, 4)] == [1, 1, 1, 1]
-    assert text.count("trying again") == 2, "a sentence a machine"
-    assert "Traceback" not in text
-    # Tests beside this one may have such processes for a while.
-    eventually(lambda: "runs/r1/logs" not in listed_processes())
-
-
 def append(path: Path, text: str) -> None:
     with path.open("a") as file:
         file.write(text)
-
-
-def listed_processes() -> str:
-    return subprocess.run(["ps", "-ef"], capture_output=True, text=True, check=True).stdout
-
-
-def end_commands_of(pid: int) -> None:
-    """End what a process has started, as a broken connection does."""
-    listed = subprocess.run(
-        ["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True, check=True
-    )
-    for child in listed.stdout.split():
-        os.killpg(int(child), signal.SIGKILL)
 
 
 def test_json_has_a_shape_to_rely_on(local: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
@@ -388,7 +323,7 @@ def test_following_ends_with_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     there = fake_ssh(tmp_path, monkeypatch)
-    paths = launched_run(tmp_path / "runs", server(), worker(0, "pi5", "pi5"))
+    paths = launched_run(tmp_path / "runs", server(), worker(0, "pi5", "cut"))
     file = write(there / "runs/r1/logs/server-mini1.log", log_line(1, "m1"))
     assert not is_over(paths), "it has not begun"
     write_status(there / "runs/r1/status.json", status_of("ended"))
@@ -401,8 +336,10 @@ def test_following_ends_with_the_run(
         return over and is_over(paths)
 
     monkeypatch.setattr("smolcluster.launch.watch.logs.is_over", look_then_write)
-    out = shown(paths, capsys, follow=True)
-    assert [line.split()[-1] for line in out] == ["m1", "m2"]
+    assert logs(str(paths.root), node=None, rank=None, level="INFO", follow=True, since=None) == 0
+    out, err = capsys.readouterr()
+    assert [line.split()[-1] for line in out.splitlines()] == ["m1", "m2"]
+    assert err.count("pi5 (cut): it does not answer") == err.count("trying again") == 1
 
 
 def test_following_a_group_that_waits_in_a_queue_says_so_and_shows_its_ranks_as_they_begin(
