@@ -4,13 +4,13 @@ import itertools
 import json
 import shlex
 import subprocess
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lab import Host, Lab, Process, Running
+from waiting import eventually
 
 PROJECT = "launching"
 """The controller's checkout."""
@@ -22,7 +22,6 @@ STORIES_TIMEOUT_S = 1200
 """Of a test that tells the story of a run, on a busy machine."""
 LAUNCH_TIMEOUT_S = 240.0
 """From a command to the end of a tiny run: three processes load PyTorch on two cores."""
-POLL_S = 0.2
 TINY = ("num_epochs=1", "batch_size=32")
 ENDLESS = ("num_epochs=100000", "eval_steps=100000")
 PACED = ("workload=paced.py:workload", *ENDLESS)
@@ -72,18 +71,6 @@ for node in sys.argv[1:]:
 print(project.environment("pypi"))
 """
 COLUMNS, ROWS = 160, 48
-
-
-def wait_until(
-    condition: Callable[[], object], what: Callable[[], str] | str, timeout_s: float = 120.0
-) -> None:
-    """Wait for a condition; `what` is said when it does not come."""
-    end = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > end:
-            said = what if isinstance(what, str) else what()
-            raise AssertionError(f"not within {timeout_s:g} s: {said}")
-        time.sleep(POLL_S)
 
 
 class Launching:
@@ -192,7 +179,7 @@ class Launching:
     def goes_on(self, run_id: str | None = None) -> None:
         """See that a run makes progress."""
         before = self.status(run_id)["step"]
-        wait_until(
+        eventually(
             lambda: self.status(run_id)["step"] > before + 5, f"progress after step {before}"
         )
 
@@ -210,7 +197,7 @@ class Launching:
     def end_worker(self, rank: int, node: str) -> None:
         """End all processes of its machine; returns when the server has noticed."""
         self.lab[node].end_processes()
-        wait_until(lambda: self.presence(rank) != "joined", lambda: str(self.status()))
+        eventually(lambda: self.presence(rank) != "joined", lambda: str(self.status()))
 
     def join_again(self, rank: int, node: str) -> None:
         back = self.run(self.command("join", "--name", node))
@@ -232,7 +219,7 @@ class Launching:
 
     def wait_until_clean(self) -> None:
         """See that each host has its sshd alone."""
-        wait_until(self.is_clean, lambda: str(self.left()))
+        eventually(self.is_clean, lambda: str(self.left()))
 
     def wait_for_ssh(self) -> None:
         """Until all hosts answer; after a cut the old connections are of no use."""
@@ -241,7 +228,7 @@ class Launching:
         self.cut_ssh()
         for host in self.lab:
             probe = ["ssh", "-o", "ConnectTimeout=2", host.name, "true"]
-            wait_until(lambda probe=probe: self.controller.run(probe).returncode == 0, host.name)  # type: ignore[misc]
+            eventually(lambda probe=probe: self.controller.run(probe).returncode == 0, host.name)  # type: ignore[misc]
 
     def cut_ssh(self) -> None:
         """Kill all SSH clients of the controller."""
@@ -284,7 +271,7 @@ class Screen:
 
     def wait_for(self, *texts: str, timeout_s: float = 180.0) -> str:
         """Wait until all of these are on it at once; returns it."""
-        wait_until(
+        eventually(
             lambda: all(text in self.text for text in texts),
             lambda: f"{texts} on\n{self.text}",
             timeout_s,

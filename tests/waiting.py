@@ -16,9 +16,13 @@ class Clock:
         return self.now
 
 
-def eventually(condition: Callable[[], object]) -> None:
-    """Wait until it is so."""
-    end = time.monotonic() + DEADLINE_S
+def eventually(
+    condition: Callable[[], object],
+    said: Callable[[], object] | str = "it did not come",
+    timeout_s: float = DEADLINE_S,
+) -> None:
+    """Wait until it is so; `said` is what the test fails with where it does not come."""
+    end = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < end, "it did not come"
+        assert time.monotonic() < end, said if isinstance(said, str) else said()
         time.sleep(0.05)

@@ -6,7 +6,6 @@ finds: one is resumed from here, in a folder of its own.
 
 import math
 import shutil
-import time
 from functools import partial
 from pathlib import Path
 
@@ -15,14 +14,13 @@ import torch
 
 import own_workloads
 from faults.cases import in_equal_parts
-from harness import DEADLINE_S, Cluster, local_settings
+from harness import Cluster, local_settings
 from own_workloads import first_saved, killed_after
 from smolcluster.algorithms.DiLoCo import rounds
 from smolcluster.algorithms.DiLoCo import server as diloco
 from smolcluster.algorithms.DiLoCo.peers import Peer
 from smolcluster.configs.schema import Settings
 from smolcluster.observability.metrics import MetricRecord
-from smolcluster.utils.retry import Deadline
 from tiers import at_night
 from waiting import eventually
 
@@ -225,9 +223,7 @@ def test_who_joins_later_loses_nothing_that_it_kept(tmp_path: Path) -> None:
     shutil.copyfile(folder / KEPT / f"step-{step:08d}.safetensors", newer)
     cluster = Cluster(settings, folder, WaitsForTheSecond, algorithm="diloco", resume=True)
     first = cluster.worker(1)
-    deadline = Deadline(DEADLINE_S)
-    while cluster.core.version == step and not deadline.expired:
-        time.sleep(0.01)
+    eventually(lambda: cluster.core.version != step)
     second = cluster.worker(2)
     for outcome in (cluster.server, first, second):
         outcome.finish()

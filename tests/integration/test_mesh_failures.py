@@ -4,8 +4,6 @@ import platform
 import re
 import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -17,7 +15,7 @@ from processes import Child, Processes
 from smolcluster.observability.report.page import title_of
 from smolcluster.observability.view.view import read_view
 from smolcluster.runs.paths import find_run
-from waiting import DEADLINE_S
+from waiting import DEADLINE_S, eventually
 
 pytestmark = pytest.mark.nightly
 
@@ -40,13 +38,6 @@ def ranks_below(child: Child) -> dict[int, psutil.Process]:
         if rank is not None and ("distributed_training" in command or SPAWNED in command):
             found[int(rank)] = process
     return found
-
-
-def wait_until(condition: Callable[[], object], *children: Child) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end, "\n".join(child.output for child in children)
-        time.sleep(0.05)
 
 
 def is_training(folder: Path) -> bool:
@@ -72,14 +63,14 @@ def test_a_rank_that_is_gone_ends_the_mesh_by_its_name(processes: Processes, how
         *("--epochs", "100000", "--save-interval", "5", "--hang-timeout", HANG_TIMEOUT_S),
         forked=False,
     )
-    wait_until(lambda: is_training(processes.runs), child)
+    eventually(lambda: is_training(processes.runs), lambda: child.output)
     names = "steps_per_s", "share/forward", "share/backward", "cpu"
 
     def has_told() -> bool:
         told = where_time_went(processes.runs).get("rank 1", {})
         return all(told.get(name, 0) > 0 for name in names)
 
-    wait_until(has_told, child)  # of its first second nothing may be known yet
+    eventually(has_told, lambda: child.output)  # of its first second nothing may be known yet
     ranks = ranks_below(child)
     assert ranks.keys() == {0, 1}
     ranks[1].send_signal(how)
@@ -97,7 +88,7 @@ def test_no_rank_outlives_its_launcher(processes: Processes) -> None:
         *("--epochs", "100000", "--save-interval", "5"),
         forked=False,
     )
-    wait_until(lambda: is_training(processes.runs), child)
+    eventually(lambda: is_training(processes.runs), lambda: child.output)
     ranks = ranks_below(child)
     assert len(ranks) == 2
     child.kill(signal.SIGKILL)
@@ -115,7 +106,9 @@ def test_ctrl_c_while_ranks_load_ends_all_of_them_without_a_word(
         *("--workload", f"{mesh_group.__file__}:slow_to_load", "--override", *args),
         forked=False,
     )
-    wait_until(lambda: all((processes.folder / rank).exists() for rank in loading), child)
+    eventually(
+        lambda: all((processes.folder / rank).exists() for rank in loading), lambda: child.output
+    )
     if "0" not in loading:
         child.wait_for("files in")
     ranks = ranks_below(child)
@@ -139,13 +132,13 @@ def test_torchrun_forms_the_group_again_from_the_last_checkpoint(
         *("--resume", "auto", "--hang-timeout", HANG_TIMEOUT_S),
         forked=False,
     )
-    wait_until(lambda: is_training(processes.runs), child)
+    eventually(lambda: is_training(processes.runs), lambda: child.output)
     before = ranks_below(child)
     before[1].send_signal(how)
     _, alive = psutil.wait_procs(before.values(), DEADLINE_S)
     assert not alive, child.output
     reached = newest_step(processes.runs)
-    wait_until(lambda: newest_step(processes.runs) > reached, child)
+    eventually(lambda: newest_step(processes.runs) > reached, lambda: child.output)
     assert ranks_below(child).keys() == {0, 1}
     assert "resuming run spread" in child.output, child.output
     child.kill(signal.SIGTERM)

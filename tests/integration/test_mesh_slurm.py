@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,9 +9,9 @@ import pytest
 
 from slurm_lab import SlurmLab, obstacle
 from smolcluster.runs.status import STOPPED
+from waiting import eventually
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900), pytest.mark.xdist_group("slurm")]
-DEADLINE_S = 240.0
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +62,7 @@ class Runs:
         return "\n".join(file.read_text() for file in files)
 
     def wait_until(self, condition: Callable[[], object]) -> None:
-        end = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < end, f"{self.console()}\n{self.lab.logs()}"
-            time.sleep(0.5)
+        eventually(condition, lambda: f"{self.console()}\n{self.lab.logs()}")
 
     def state(self) -> str:
         query = ("squeue", "--noheader", "--states=all", f"--name={self.run.name}", "--format=%T")

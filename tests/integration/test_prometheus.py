@@ -8,11 +8,10 @@ import math
 import os
 import shutil
 import subprocess
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import count
@@ -33,6 +32,7 @@ from smolcluster.observability.exporter import (
 )
 from smolcluster.runs.launched import LaunchedProcess, Process
 from smolcluster.runs.status import RunStatus
+from waiting import eventually
 
 STACK = Path(__file__).resolve().parents[2] / "logging"
 DASHBOARDS = STACK / "grafana" / "dashboards"
@@ -131,14 +131,7 @@ class Prometheus:
             found = [each["metric"] for each in self.ask(expression)]
             return sorted(tuple(each[name] for name in names) for each in found) == sorted(values)
 
-        self.wait_for(f"{names} of {expression} are {values}", are_there)
-
-    def wait_for(self, what: object, condition: Callable[[], bool]) -> None:
-        """Wait until something holds; `what` is it, as it is at the end."""
-        end = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < end, f"this did not come: {what}"
-            time.sleep(0.1)
+        eventually(are_there, f"not so: {names} of {expression} are {values}")
 
 
 def panels() -> Iterator[tuple[str, str]]:
@@ -231,14 +224,12 @@ def test_every_panel_has_data(processes: Processes, tmp_path: Path) -> None:
             ]
             return not missing
 
-        prometheus.wait_for(missing, all_there)
+        eventually(all_there, lambda: f"missing: {missing}")
         prometheus.wait_for_labels("smolcluster_loss", ("run",), ("r1",))
         steps = 'smolcluster_process_steps_total{role="worker"}'
         prometheus.wait_for_labels(steps, ("rank", "node"), ("0", "pi5"), ("1", "win"))
         up = 'smolcluster_worker_up{node="win"} == 1'
         prometheus.wait_for_labels(up, ("node",), ("win",))
         prometheus.wait_for_labels("smolcluster_run_info", ("algorithm",), ("edp",))
-        prometheus.wait_for(
-            "the alert of dropped pushes",
-            lambda: bool(prometheus.ask('ALERTS{alertname="StalenessBeyondBound"}')),
-        )
+        alert = 'ALERTS{alertname="StalenessBeyondBound"}'
+        eventually(lambda: prometheus.ask(alert), "no alert of dropped pushes")

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from harness import Cluster, assert_applied_once, local_settings
-from launching import wait_until
 from own_workloads import ALGORITHMS, KINDS, NODES, killed_after, run, settings_for
 from smolcluster.algorithms.SynchronousPS import server as syncps
 from smolcluster.algorithms.SynchronousPS.step import Step
@@ -25,6 +24,7 @@ from smolcluster.training.checkpoint import CheckpointWriter
 from smolcluster.training.replica import Replica
 from smolcluster.utils.stopping import Interrupted
 from tiers import at_night
+from waiting import eventually
 
 KEPT = ("checkpoint_steps=1", "keep_last=100", "eval_steps=25", "reconnect_timeout_s=1")
 SMALL = ("num_epochs=2", "model.hidden=16", *KEPT)
@@ -182,7 +182,7 @@ def answer_at_once(server: syncps.Server, after: int) -> None:
     def watched(step: Step, now: float) -> None:
         deal(step, now)
         if step.version > after:
-            wait_until(lambda: not step.unfinished(), f"step {step.version} is whole", 10)
+            eventually(lambda: not step.unfinished(), f"step {step.version} is whole", 10)
 
     server.deal = watched  # type: ignore[method-assign]
 

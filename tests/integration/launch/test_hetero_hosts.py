@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from launching import LAUNCH_TIMEOUT_S, STORIES_TIMEOUT_S, Launching, wait_until
+from launching import LAUNCH_TIMEOUT_S, STORIES_TIMEOUT_S, Launching
 from pretrained_models import saved
+from waiting import eventually
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(STORIES_TIMEOUT_S)]
 
@@ -77,7 +78,7 @@ def train(launching: Launching, *words: str) -> str:
         return "\n".join(each.output for each in running)
 
     for each in reversed(running):
-        wait_until(lambda each=each: each.process.poll() is not None, told, LAUNCH_TIMEOUT_S)  # type: ignore[misc]
+        eventually(lambda each=each: each.process.poll() is not None, told, LAUNCH_TIMEOUT_S)  # type: ignore[misc]
         assert each.process.returncode == 0, told()
     return told()
 

@@ -9,8 +9,9 @@ import pytest
 
 from integration.launch.test_join import without_pi5
 from lab import Host, Running
-from launching import LAUNCH_TIMEOUT_S, ODD, PROJECT, STORIES_TIMEOUT_S, Launching, wait_until
+from launching import LAUNCH_TIMEOUT_S, ODD, PROJECT, STORIES_TIMEOUT_S, Launching
 from smolcluster.runs.status import read_status
+from waiting import eventually
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(STORIES_TIMEOUT_S)]
 
@@ -87,7 +88,7 @@ def test_a_machine_joins_by_the_code_alone_and_is_a_worker_like_any_other(
     wrong = inviting.cannot_join("0000-0000")
     assert "the code is wrong; 2 more may be tried" in wrong
     joining = inviting.join(code, "--name", "laptop")
-    wait_until(lambda: inviting.samples("laptop") > 0, lambda: joining.output)
+    eventually(lambda: inviting.samples("laptop") > 0, lambda: joining.output)
     secret = inviting.joiner.path(SECRET)
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
     assert stat.S_IMODE(secret.parent.stat().st_mode) == 0o700
@@ -104,7 +105,7 @@ def test_a_machine_joins_by_the_code_alone_and_is_a_worker_like_any_other(
     again = inviting.launching.popen(inviting.launching.command("invite"))
     again.wait_for("where mDNS does not reach")
     joining = inviting.join(code_of(again.output), "--name", "laptop")
-    wait_until(lambda: inviting.samples("laptop") > before, lambda: joining.output)
+    eventually(lambda: inviting.samples("laptop") > before, lambda: joining.output)
 
     # The run is stopped, and is announced no more; its inviter has ended, too.
     stopped = inviting.launching.run(inviting.launching.command("stop", inviting.launching.run_id))
@@ -131,10 +132,10 @@ def test_a_machine_joins_a_run_of_other_machines_which_its_launcher_has_left(
         found = [each for each in launching.status()["workers"] if each["node"] == "laptop"]
         return any(each["state"] == "joined" and each["samples"] > 0 for each in found)
 
-    wait_until(takes_part, lambda: joining.output)
+    eventually(takes_part, lambda: joining.output)
     stopped = launching.run(launching.command("stop", launching.run_id))
     assert stopped.returncode == 0, stopped.stdout
-    wait_until(
+    eventually(
         lambda: not any("invite" in each.argv for each in inviting.controller.processes()),
         lambda: str(inviting.controller.processes()),
     )

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from lab import Host
-from launching import LAUNCH_TIMEOUT_S, PACED, PROJECT, STORIES_TIMEOUT_S, Launching, wait_until
+from launching import LAUNCH_TIMEOUT_S, PACED, PROJECT, STORIES_TIMEOUT_S, Launching
 from smolcluster.runs.events import WorkerJoined, read_events
+from waiting import eventually
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(STORIES_TIMEOUT_S)]
 
@@ -43,7 +44,7 @@ def test_workers_come_back_and_a_new_one_joins_and_is_stopped(launching: Launchi
     # A worker is killed; its supervisor starts it again.
     [worker] = supervised(lab["mini2"])
     lab["mini2"].output(["kill", "-KILL", str(worker)])
-    wait_until(lambda: joined("mini2") == 2, lambda: str(launching.status()))
+    eventually(lambda: joined("mini2") == 2, lambda: str(launching.status()))
 
     # A name that is taken, and a machine that is out of reach.
     taken = run(launching.command("join", "--name", "mini2"))

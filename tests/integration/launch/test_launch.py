@@ -20,8 +20,8 @@ from launching import (
     TINY,
     Launching,
     Screen,
-    wait_until,
 )
+from waiting import eventually
 
 pytestmark = pytest.mark.timeout(STORIES_TIMEOUT_S)
 SENTINEL = "sentinel" * 5
@@ -56,7 +56,7 @@ def test_a_transfer_that_is_cut_leaves_nothing_half(launching: Launching) -> Non
     mini2.shape(0.5)
     try:
         running = launching.popen(launching.launch())
-        wait_until(
+        eventually(
             lambda: list(projects.glob("*")) or running.process.poll() is not None,
             lambda: running.output,
         )
@@ -66,7 +66,7 @@ def test_a_transfer_that_is_cut_leaves_nothing_half(launching: Launching) -> Non
         mini2.unshape()
     assert "mini2" in running.output
     assert "starting the server" not in running.output
-    wait_until(lambda: not list(projects.glob("*")), lambda: str(list(projects.glob("*"))))
+    eventually(lambda: not list(projects.glob("*")), lambda: str(list(projects.glob("*"))))
 
 
 def test_the_script_trains_digits_and_leaves_nothing(launching: Launching) -> None:
@@ -96,7 +96,7 @@ def test_the_script_trains_digits_and_leaves_nothing(launching: Launching) -> No
                 seen.add(host.output([*NOBODY, "ps", "-A", "-ww", "-o", "args"]))
         return len(looked_at) == 3 or running.process.poll() is not None
 
-    wait_until(look_at_all, lambda: running.output, LAUNCH_TIMEOUT_S)
+    eventually(look_at_all, lambda: running.output, LAUNCH_TIMEOUT_S)
     assert looked_at == set(lab.hosts), running.output
     assert running.wait(LAUNCH_TIMEOUT_S) == 0, running.output
     seen.add(running.output)
@@ -138,10 +138,10 @@ def test_a_run_outlives_what_happens_to_its_machines(
 
     # A worker's machine loses its network.
     lab["mini2"].cut()
-    wait_until(lambda: launching.presence(0) == "lost", lambda: str(launching.status()))
+    eventually(lambda: launching.presence(0) == "lost", lambda: str(launching.status()))
     launching.goes_on()
     lab["mini2"].join()
-    wait_until(lambda: launching.presence(0) == "joined", lambda: str(launching.status()))
+    eventually(lambda: launching.presence(0) == "joined", lambda: str(launching.status()))
     launching.wait_for_ssh()
 
     # The port is the run's; nothing is started there.
@@ -192,7 +192,7 @@ def test_a_run_outlives_what_happens_to_its_machines(
     # The first one goes on where it was.
     terminal = screen(launching.command("resume", run_id, "--no-tmux", "--no-sync"))
     terminal.wait_for("all have joined", timeout_s=LAUNCH_TIMEOUT_S)
-    wait_until(lambda: launching.status(run_id)["step"] > step, lambda: terminal.text)
+    eventually(lambda: launching.status(run_id)["step"] > step, lambda: terminal.text)
     events = (launching.folder("mini1", run_id) / "events.jsonl").read_text()
     assert events.count('"run_started"') == 2
 

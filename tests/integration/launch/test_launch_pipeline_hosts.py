@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from launching import ENDLESS, LAUNCH_TIMEOUT_S, STORIES_TIMEOUT_S, Launching, wait_until
+from launching import ENDLESS, LAUNCH_TIMEOUT_S, STORIES_TIMEOUT_S, Launching
+from waiting import eventually
 
 # The parts: lost stages in test_pipeline and test_pipeline_worker, three hosts in test_hetero_hosts, what is
 # brought back in test_join.
@@ -32,16 +33,16 @@ def test_layers_of_a_host_that_is_lost_go_to_the_others(launching: Launching) ->
     assert launched.returncode == 0, launched.stderr
     launching.goes_on()
     thirds = {"mini1": [[0, 2]], "mini2": [[2, 4]], "pi5": [[4, 6]]}
-    wait_until(lambda: stages(launching) == thirds, lambda: str(stages(launching)))
+    eventually(lambda: stages(launching) == thirds, lambda: str(stages(launching)))
 
     picture = launching.controller.path("step.svg")
     drawn = launching.command("trace", "--timeline", "step.svg")
-    wait_until(lambda: launching.run(drawn).returncode == 0, lambda: launching.run(drawn).stderr)
+    eventually(lambda: launching.run(drawn).returncode == 0, lambda: launching.run(drawn).stderr)
     assert [name in picture.read_text() for name in ("mini1 0-1", "pi5 4-5")] == [True] * 2
 
     launching.lab["pi5"].end_processes()
     halves = {"mini1": [[0, 3]], "mini2": [[3, 6]]}
-    wait_until(lambda: stages(launching) == halves, lambda: str(launching.status()))
+    eventually(lambda: stages(launching) == halves, lambda: str(launching.status()))
     launching.goes_on()
     stopped = launching.run(launching.command("stop"))
     assert stopped.returncode == 0, stopped.stdout
@@ -60,7 +61,7 @@ def test_a_stage_and_its_worker_are_brought_back(launching: Launching) -> None:
     log = launching.folder("mini2") / "logs" / "worker-rank0-mini2.log"
 
     def says(text: str) -> None:
-        wait_until(lambda: text in log.read_text(), lambda: log.read_text()[-2000:])
+        eventually(lambda: text in log.read_text(), lambda: log.read_text()[-2000:])
 
     launching.goes_on()
     launching.lab["pi5"].end_processes()
@@ -72,7 +73,7 @@ def test_a_stage_and_its_worker_are_brought_back(launching: Launching) -> None:
     launching.goes_on()
 
     launching.lab["mini2"].end_processes()
-    wait_until(lambda: launching.presence(0) != "joined", lambda: str(launching.status()))
+    eventually(lambda: launching.presence(0) != "joined", lambda: str(launching.status()))
     back = launching.run(launching.command("join"), timeout_s=LAUNCH_TIMEOUT_S)
     assert back.returncode == 0, back.stderr
     assert [each in back.stdout for each in ("stage mini2 is started", "stage pi5")] == [

@@ -11,6 +11,7 @@ import pytest
 from lab import Host, Lab, Running
 from reading import log_line, status_of
 from smolcluster.runs.launched import Launched, LaunchedProcess
+from waiting import eventually
 
 pytestmark = pytest.mark.nightly
 
@@ -57,9 +58,8 @@ def run(lab: Lab) -> Iterator[Lab]:
 def wait_for_ssh(lab: Lab) -> None:
     """Until all hosts answer again, which an address that nobody had takes a moment."""
     for host in lab:
-        end = time.monotonic() + 30
-        while lab.controller.run(["ssh", "-o", "ConnectTimeout=1", host.name, "true"]).returncode:
-            assert time.monotonic() < end
+        probe = ["ssh", "-o", "ConnectTimeout=1", host.name, "true"]
+        eventually(lambda probe=probe: lab.controller.run(probe).returncode == 0, host.name)  # type: ignore[misc]
 
 
 def tell(lab: Lab) -> None:
@@ -148,11 +148,12 @@ def test_logs_are_followed_across_a_cut(run: Lab) -> None:
         assert shown.count(words) == 1, shown
     assert shown.count("trying again") == 1, shown
     assert "Traceback" not in shown
-    for name in ("mini1", "mini2"):  # nothing is left that reads for nobody
-        end = time.monotonic() + 10
-        while "tail" in commands(run[name]) or "cat" in commands(run[name]):
-            assert time.monotonic() < end, commands(run[name])
-            time.sleep(0.1)
+
+    def left() -> str:
+        return commands(run["mini1"]) + commands(run["mini2"])
+
+    # Nothing is left that reads for nobody.
+    eventually(lambda: "tail" not in left() and "cat" not in left(), left)
 
 
 def append(host: Host, stem: str, line: str) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from lab import Running
-from launching import CACHE, LAUNCH_TIMEOUT_S, PACED, STORIES_TIMEOUT_S, Launching, wait_until
+from launching import CACHE, LAUNCH_TIMEOUT_S, PACED, STORIES_TIMEOUT_S, Launching
+from waiting import eventually
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(STORIES_TIMEOUT_S)]
 RECEIVED, WORDS = "received.jsonl", "promtail.log"
@@ -32,7 +33,7 @@ class Loki:
         launching = self._launching
         words = [str(launching.programs / "python"), f"{launching.root}/tests/loki.py"]
         self._running = launching.popen([*words, "0.0.0.0", "3100", RECEIVED])  # noqa: S104
-        wait_until(
+        eventually(
             lambda: "listening" in self._running.output if self._running else False, "a receiver"
         )
 
@@ -43,7 +44,7 @@ class Loki:
 
     def wait_for(self, expected: dict[tuple[str, str], list[str]]) -> None:
         """Until it holds just these lines: it answers a request before it writes them down."""
-        wait_until(lambda: self.texts() == expected, lambda: f"{self.texts()} != {expected}")
+        eventually(lambda: self.texts() == expected, lambda: f"{self.texts()} != {expected}")
 
     def texts(self) -> dict[tuple[str, str], list[str]]:
         """The lines by the labels job and host, in their order."""

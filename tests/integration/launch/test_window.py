@@ -1,5 +1,6 @@
 """The tmux window of a run, as a user at the launching machine's terminal sees and uses it."""
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -11,8 +12,8 @@ from launching import (
     STORIES_TIMEOUT_S,
     Launching,
     Screen,
-    wait_until,
 )
+from waiting import eventually
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(STORIES_TIMEOUT_S)]
 MENU = "Ctrl-C: and the run?"
@@ -57,7 +58,7 @@ def test_the_window_of_a_run_on_three_machines(
     mini2.output(f"for n in $(seq 5); do printf '\\r\\nearly line %s\\r\\n' $n > {tty}; done")
     for number in range(8):  # as a process does: a few lines at a time
         mini2.output(f"for n in $(seq 10); do printf 'filler {number}%s\\r\\n' $n > {tty}; done")
-    wait_until(lambda: "filler 7" in terminal.text, lambda: terminal.text)
+    eventually(lambda: "filler 7" in terminal.text, lambda: terminal.text)
     assert "early line" not in terminal.text
     name = f"={run_id}-window:.1"
     launching.controller.output(["tmux", "select-pane", "-t", name])
@@ -68,9 +69,10 @@ def test_the_window_of_a_run_on_three_machines(
         if "early line" in terminal.text:
             return True
         terminal.press("PageUp")
+        time.sleep(0.2)  # until it is drawn
         return False
 
-    wait_until(is_found, lambda: terminal.text)
+    eventually(is_found, lambda: terminal.text)
     terminal.press("q")
 
     # Ctrl-B d leaves, attach comes back.
@@ -83,14 +85,14 @@ def test_the_window_of_a_run_on_three_machines(
     # Connections that are lost come back by themselves.
     launching.cut_ssh()
     terminal.wait_for("no connection to mini1; trying again")
-    wait_until(lambda: "no connection" not in terminal.text, lambda: terminal.text)
+    eventually(lambda: "no connection" not in terminal.text, lambda: terminal.text)
     terminal.wait_for("server mini1", "worker 2 (pi5) cpu")
 
     # Ctrl-C asks: on with it, leave it, or stop it.
     terminal.press("C-c")
     terminal.wait_for(MENU, "leave it running", "stop it")
     terminal.press("q")
-    wait_until(lambda: MENU not in terminal.text, lambda: terminal.text)
+    eventually(lambda: MENU not in terminal.text, lambda: terminal.text)
     terminal.press("C-c")
     terminal.wait_for(MENU)
     terminal.press("l")
@@ -120,7 +122,7 @@ def test_a_window_that_stays_open_shows_the_end(
     terminal.wait_for("server mini1", "worker 2 (pi5) cpu", timeout_s=LAUNCH_TIMEOUT_S)
     launching.lab["mini1"].output("pkill -TERM -f '[s]erver.py --run-id'")
     dead = ["tmux", "list-panes", "-a", "-F", "#{pane_dead}"]
-    wait_until(lambda: launching.controller.output(dead).count("1") == 1, lambda: terminal.text)
+    eventually(lambda: launching.controller.output(dead).count("1") == 1, lambda: terminal.text)
     terminal.wait_for("exit code 143", "trying to reconnect")
     terminal.press(CTRL_B, "d")
     terminal.wait_for("stopped: nothing of it is left running", "brings its files here", "code=143")

@@ -4,7 +4,8 @@ import shlex
 
 import pytest
 
-from launching import ENDLESS, STORIES_TIMEOUT_S, Launching, wait_until
+from launching import ENDLESS, STORIES_TIMEOUT_S, Launching
+from waiting import eventually
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(STORIES_TIMEOUT_S)]
 TRAIN = """
@@ -91,7 +92,7 @@ def test_the_code_of_a_workload_goes_along_and_stays_with_its_run(launching: Lau
     program = f"cd ~/{project} && .venv/bin/python -m smolcluster.cli"
     itself = pi5.run(f"{program} join {server.address}:6000 --name pi5 --detach", timeout_s=120)
     assert itself.returncode == 0, itself.stderr
-    wait_until(lambda: launching.presence(1) == "joined", lambda: str(launching.status()))
+    eventually(lambda: launching.presence(1) == "joined", lambda: str(launching.status()))
     pi5.end_processes()
     stopped = run(launching.command("stop", run_id))
     assert stopped.returncode == 0, stopped.stdout

@@ -5,13 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from smolcluster.algorithms.supervision import AWAY_DELAY_S, AWAY_S, SETTLED_S, Decision, decide
+from waiting import eventually
 
 DEADLINE_S = 60
 PROGRAM = """
@@ -95,10 +95,7 @@ class Supervised:
         return [int(pid) for pid in file.read_text().split()] if file.exists() else []
 
     def wait_for_lives(self, number: int) -> None:
-        end = time.monotonic() + DEADLINE_S
-        while len(self.lives) < number:
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        eventually(lambda: len(self.lives) >= number)
 
     def end(self) -> tuple[int, str]:
         _, said = self.process.communicate(timeout=DEADLINE_S)

@@ -42,8 +42,7 @@ from smolcluster.launch.observe.targets import (
 )
 from smolcluster.launch.run_of_children import RunOfChildren
 from smolcluster.observability import exporter
-from smolcluster.utils.retry import Deadline
-from waiting import DEADLINE_S, eventually
+from waiting import eventually
 
 DOCKER = """#!/bin/sh
 echo "$*" >>"{folder}/asked"
@@ -214,9 +213,7 @@ def test_grafana_has_a_random_password_that_others_cannot_read(
     assert password not in "\n".join(docker.asked), "everybody can read command lines"
     monkeypatch.setenv("GRAFANA_PASSWORD", "mine")
     stack.begin_up(folder)
-    deadline = Deadline(DEADLINE_S)
-    while docker.passwords[-1] != "mine":
-        assert not deadline.expired
+    eventually(lambda: docker.passwords[-1] == "mine")
 
 
 @pytest.mark.parametrize(("code", "is_said"), [(200, False), (401, True)])

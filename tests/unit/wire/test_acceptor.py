@@ -3,8 +3,7 @@
 import logging
 import socket
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -37,7 +36,7 @@ from smolcluster.wire.inbox import Inbox, JoinRequest, MessageReceived, SessionC
 from smolcluster.wire.membership import Admitted, Refused
 from smolcluster.wire.messages import Ack, Challenge, Proof, Pull, Reject
 from smolcluster.wire.security import Secret
-from waiting import Clock
+from waiting import Clock, eventually
 
 OFFER = welcome_of(RUN, codec="int8", bucket_bytes=4096)
 
@@ -104,14 +103,6 @@ class House:
         return hand
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
-    deadline = Deadline(DEADLINE_S)
-    while not condition():
-        assert not deadline.expired
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def house(monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
     monkeypatch.setattr(room, "HANDSHAKE_TIMEOUT_S", DEADLINE_S)  # however busy the machine is
@@ -153,7 +144,7 @@ def test_who_only_looks_whether_the_port_is_open_is_no_warning(
     levels: list[int] = []
     monkeypatch.setattr(house.acceptor._log, "log", lambda level, *_: levels.append(level))
     socket.create_connection(("127.0.0.1", house.port), DEADLINE_S).close()
-    until(lambda: levels == [logging.INFO])
+    eventually(lambda: levels == [logging.INFO])
 
 
 def test_whoever_is_too_slow_to_prove_itself_is_put_out(
@@ -165,7 +156,7 @@ def test_whoever_is_too_slow_to_prove_itself_is_put_out(
     stranger = house.stranger()
     clock.now = 0.3
     stranger.hear_the_end()
-    until(lambda: any("in time" in line for line in house.lines))
+    eventually(lambda: any("in time" in line for line in house.lines))
     assert house.inbox.get(0.0) is None, "who decides is not told of strangers"
 
 
@@ -186,7 +177,7 @@ def test_a_worker_whom_nobody_answers_is_put_out_and_its_seat_is_free(
 def test_a_stranger_makes_room_for_the_newest(house: House) -> None:
     hand, _ = house.admit()
     house.flood(Acceptor.max_strangers + 2)
-    until(lambda: house.lines != [])
+    eventually(lambda: house.lines != [])
     hand.say(Pull())
     assert next_event(house.inbox, MessageReceived).message == Pull()
 
@@ -227,7 +218,7 @@ def test_who_does_not_know_the_secret_is_told_nothing_and_ever_fewer_lines_are_l
         with pytest.raises(AuthError):
             house.knock(Secret(Path("mine"), b"x" * 64)).result(DEADLINE_S)
     house.stranger().leave()  # another mistake is another count
-    until(lambda: any("closed the connection" in line for line in house.lines))
+    eventually(lambda: any("closed the connection" in line for line in house.lines))
     refused = [line for line in house.lines if "does not know the secret" in line]
     assert len(refused) == 4
     assert "not let in" in refused[0]
@@ -239,7 +230,7 @@ def test_who_knocks_while_the_door_is_closed_is_not_logged(house: House) -> None
     """A worker may come back while its server is stopped."""
     house.stranger()
     house.acceptor.close()
-    until(lambda: not any(each.name == "greet" for each in session_threads()))
+    eventually(lambda: not any(each.name == "greet" for each in session_threads()))
     assert house.lines == []
 
 

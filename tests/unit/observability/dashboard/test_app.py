@@ -3,7 +3,6 @@
 import json
 import socket
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, suppress
@@ -273,9 +272,7 @@ def served(tmp_path: Path, app: FastAPI) -> Iterator[str]:
         server = uvicorn.Server(server_config(app))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
-        end = time.monotonic() + DEADLINE_S
-        while not server.started and time.monotonic() < end:
-            time.sleep(0.01)
+        eventually(lambda: server.started)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         server.should_exit = True
         thread.join(DEADLINE_S)
@@ -309,10 +306,7 @@ def test_a_run_is_kept_open_as_long_as_its_stream(
         events = streamed(answer)
         next(events)
         assert is_kept()
-    end = time.monotonic() + DEADLINE_S
-    while is_kept():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    eventually(lambda: not is_kept())
 
 
 def test_a_search_ends_when_its_browser_has_gone(
