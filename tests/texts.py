@@ -4,8 +4,6 @@ import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from rich.console import Console
-
 from harness import free_port
 from smolcluster.algorithms import single
 from smolcluster.algorithms.context import ServerContext
@@ -14,6 +12,7 @@ from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import AlgorithmName, Settings
 from smolcluster.observability.logs import NodeLog
 from smolcluster.runs.summary import Summary
+from smolcluster.training.workload import Workload
 
 TINY = (
     "model.model_dim=16",
@@ -75,19 +74,19 @@ def train_alone(
     *,
     resume: str | None = None,
     body: Callable[[ServerContext], Summary] = single.train,
-    output: Console | None = None,
+    workload: Workload | None = None,
 ) -> None:
     """Own a run in this process, as `smolcluster train` does."""
     log = NodeLog("trainer", "me")
     try:
         own_run(
-            Owner("single", "trainer", "me", settings),
+            Owner("single", "trainer", "me", settings, workload=workload),
             log,
             body,
             run_id=run_id,
             resume=resume,
             progress=None,
-            output=output,
+            output=None,
         )
     finally:
         log.close()

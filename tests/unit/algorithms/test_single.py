@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from harness import digits_config
-from smolcluster.algorithms import owner, single
-from smolcluster.algorithms.owner import Owner, own_run
+from smolcluster.algorithms import owner
 from smolcluster.configs.schema import (
     ClusterConfig,
     GradientClipping,
@@ -27,7 +26,6 @@ from smolcluster.configs.schema import (
 )
 from smolcluster.data.dataset import Batch, Place
 from smolcluster.errors import CheckpointError, NonFiniteLoss
-from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.metrics import MetricRecord
 from smolcluster.observability.sinks.jsonl import follow_metrics
 from smolcluster.runs.asked import ASKED
@@ -53,6 +51,7 @@ from smolcluster.training.compute import BatchLoss, Microbatch
 from smolcluster.training.replica import Replica
 from smolcluster.training.workload import LossFunction, Terms, Workload
 from smolcluster.utils.stopping import Interrupted
+from texts import train_alone
 
 SEED = 42
 SAMPLES = 1438
@@ -80,19 +79,7 @@ def run(
     )
     node = (node or NodeConfig(device="cpu")).model_copy(update={"runs_dir": folder})
     settings = Settings(cluster=cluster, train=train, node=node)
-    log = NodeLog("trainer", "me")
-    try:
-        own_run(
-            Owner("single", "trainer", "me", settings, workload=workload),
-            log,
-            single.train,
-            run_id="single-test",
-            resume=resume,
-            progress=None,
-            output=None,
-        )
-    finally:
-        log.close()
+    train_alone(settings, "single-test", resume=resume, workload=workload)
     paths = RunPaths(folder / "single-test")
     records = [line.record for line in follow_metrics(paths.metrics).poll()]
     return read_summary(paths.summary), records, read_events(paths.events), paths
