@@ -3,6 +3,8 @@
 from typing import Any
 
 from harness import free_port
+from made_runs import worker_status
+from reading import status_of
 from smolcluster.runs.status import RunStatus, WorkerStatus, instant
 from smolcluster.utils.gpu import Readings
 from smolcluster.utils.meter import PHASES, Meter
@@ -34,14 +36,8 @@ def free_ports(number: int) -> int:
 
 def a_worker(rank: int, node: str, **changes: Any) -> WorkerStatus:
     """A worker of which everything is known."""
-    values = {
-        "rank": rank,
+    known = {
         "node": node,
-        "state": "joined",
-        "device": "cpu",
-        "step": 119,
-        "samples": 6000,
-        "samples_per_s": 256.0,
         "mean_staleness": 1.0,
         "staleness": [10, 20, 10, 0, 0, 0, 0, 0],
         "process_stats": {"rtt_s": 0.004, "queue": 1.0, "codec_ratio": 3.9},
@@ -50,30 +46,12 @@ def a_worker(rank: int, node: str, **changes: Any) -> WorkerStatus:
         "received_bytes": 2000,
         "last_seen": instant(NOW.timestamp() - 0.5),
     }
-    return WorkerStatus.model_validate(values | changes)
+    return worker_status(rank, **known | changes)
 
 
 def a_status(**changes: Any) -> RunStatus:
     """A run of which everything is known, with two workers, of which the second is lost."""
-    values = {
-        "run_id": "r1",
-        "algorithm": "edp",
-        "incarnation": "abcd",
-        "state": "training",
-        "reason": None,
-        "updated_at": NOW,
-        "started_at": NOW,
-        "step": 120,
-        "total_steps": 400,
-        "epoch": 1,
-        "num_epochs": 4,
-        "samples_applied": 12_000,
-        "total_samples": 40_000,
-        "loss": 0.25,
-        "val_loss": 0.5,
-        "val_accuracy": 0.9,
-        "val_perplexity": None,
-        "samples_per_s": 512.0,
+    known = {
         "learning_rate": 0.001,
         "grad_norm": 1.25,
         "staleness_bound": 8,
@@ -81,4 +59,5 @@ def a_status(**changes: Any) -> RunStatus:
         "leases_returned": 2,
         "workers": [a_worker(0, "pi5"), a_worker(1, "win", state="lost")],
     }
-    return RunStatus.model_validate(values | changes)
+    written = status_of(now=NOW.timestamp(), age_s=0.0).model_dump()
+    return RunStatus.model_validate(written | known | changes)

@@ -42,7 +42,7 @@ from smolcluster.data.permutation import Range, global_batches
 from smolcluster.observability.metrics import MetricRecord, Metrics
 from smolcluster.observability.sinks.jsonl import MetricLine, follow_metrics
 from smolcluster.runs.events import Event, EventLog, read_events
-from smolcluster.runs.summary import Final, Pushes, Summary, Traffic
+from smolcluster.runs.summary import Summary
 from smolcluster.server.leases import Dispatcher, Lease
 from smolcluster.server.link import Participant, WorkerSetup, follow
 from smolcluster.server.push import Pushed
@@ -453,25 +453,6 @@ def assert_applied_once(records: Iterable[MetricRecord], num_samples: int, num_e
         applied[each.epoch].update(range(int(each.values["start"]), int(each.values["stop"])))
     once = Counter(range(num_samples))
     assert dict(applied) == dict.fromkeys(range(num_epochs), once)
-
-
-def summary_of(epochs: int, **final: float) -> Summary:
-    """What a run of so many epochs, with these results, may have left behind."""
-    return Summary(
-        algorithm="edp",
-        run_id="run",
-        wall_s=1.0,
-        epochs=epochs,
-        steps=1,
-        train_samples=1,
-        samples_applied=epochs,
-        codec="fp32",
-        pushes=Pushes(),
-        leases_returned=0,
-        final=Final(**final),
-        bytes=Traffic(),
-        workers=[],
-    )
 
 
 class Lines(logging.Handler):

@@ -4,7 +4,7 @@ import io
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from smolcluster.runs.launched import Launched, LaunchedProcess, write_launched
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.status import Presence, RunState, RunStatus, WorkerStatus, instant
 
+NOW = 1_790_000_000.0
 FAKE_SSH = """#!/bin/sh
 # Like ssh and its server, on this machine: the words after the destination become one line of a shell.
 while [ "$1" != -- ]; do shift; done
@@ -144,9 +145,18 @@ def status_of(
     )
 
 
+def said(processes: Sequence[str], written: RunStatus | None = None, now: float = NOW) -> str:
+    """What a machine answers that is asked for its processes and, where it has one, the run's status."""
+    lines = [f"::process {index}\n{words}" for index, words in enumerate(processes)]
+    if written is not None:
+        lines += [f"::now\n{now}", f"::status.json\n{written.model_dump_json(indent=2)}"]
+        lines += ["::summary.json"]
+    return "\n".join(lines) + "\n"
+
+
 def log_line(seconds: float, message: str, level: str = "INFO", **fields: object) -> str:
     """A line of a log file."""
-    ts = instant(1_790_000_000 + seconds).isoformat()
+    ts = instant(NOW + seconds).isoformat()
     return json.dumps({"ts": ts, "level": level, "message": message, **fields}) + "\n"
 
 

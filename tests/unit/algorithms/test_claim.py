@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from harness import free_port, local_settings, state_of, summary_of
+from harness import free_port, local_settings, state_of
+from made_runs import summary_of
 from peers import logger
 from smolcluster.algorithms.claim import AUTO, Claimed, claim_run
 from smolcluster.configs.schema import Settings
@@ -62,7 +63,7 @@ class Runs:
     def ended(self, run_id: str, epoch: int = EPOCHS - 1) -> RunPaths:
         """A run that has ended in that epoch."""
         paths = self.saved(run_id, 9, epoch=epoch)
-        write_summary(paths.summary, summary_of(EPOCHS))
+        write_summary(paths.summary, summary_of(epochs=EPOCHS))
         return paths
 
     def settings(self, num_epochs: int = EPOCHS, keep_last: int = 3) -> Settings:

@@ -17,7 +17,8 @@ import pytest
 from pydantic_core import SchemaError
 
 from connection_pairs import RUN
-from harness import SECRET, free_port, local_settings, summary_of
+from harness import SECRET, free_port, local_settings
+from made_runs import summary_of
 from smolcluster.algorithms import process
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.entry import main, server_parser, worker_parser
@@ -36,14 +37,14 @@ from smolcluster.errors import (
 from smolcluster.runs.events import EpochFinished, read_events
 from smolcluster.runs.paths import RunPaths, create_run, latest_of
 from smolcluster.runs.status import read_status
-from smolcluster.runs.summary import Summary, read_summary
+from smolcluster.runs.summary import Final, Summary, read_summary
 from smolcluster.server.link import Participant, WorkerSetup
 from smolcluster.server.store_host import StoreSetup
 from smolcluster.wire.dialling import Address
 from smolcluster.wire.security import default_secret_path, ensure_secret
 from waiting import DEADLINE_S
 
-SUMMARY = summary_of(1, train_loss=0.25).model_copy(update={"steps": 0})
+SUMMARY = summary_of(final=Final(train_loss=0.25))
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from made_runs import summary_of
-from reading import Terminal, children_of, launched_run, server, status_of, worker, write
+from reading import Terminal, children_of, launched_run, said, server, status_of, worker, write
 from smolcluster.errors import ConfigError
 from smolcluster.launch.find import find
 from smolcluster.launch.host import Host, TookTooLong
@@ -125,10 +125,8 @@ def answering(*processes: str, status: RunStatus | None = None) -> tuple[Ask, li
         if not processes:
             raise TookTooLong("it takes long")
         is_server = host.node == "mini1"
-        lines = [f"::process 0\n{processes[0] if is_server else processes[-1]}"]
-        if is_server and status is not None:
-            lines.append(f"::now\n{time.time()}\n::status.json\n{status.model_dump_json()}")
-        return "\n".join(lines)
+        process = processes[0] if is_server else processes[-1]
+        return said([process], status if is_server else None, time.time())
 
     return ask, asked
 

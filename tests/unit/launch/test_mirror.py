@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 
 from made_runs import MadeRun
-from reading import fake_ssh, launched_run, log_line, server, status_of, worker, write
+from reading import NOW, fake_ssh, launched_run, log_line, said, server, status_of, worker, write
 from smolcluster.errors import DataError
 from smolcluster.launch.host import Host
 from smolcluster.launch.watch import mirror as mirroring
@@ -140,10 +140,8 @@ def test_a_server_that_cannot_be_asked_stands_as_it_was_heard_last(
 def test_a_server_that_does_not_answer_once_stands_as_it_was_heard_last_by_its_own_clock(
     tmp_path: Path, elsewhere: RunPaths
 ) -> None:
-    an_hour_ago = 1_790_000_000.0
     paths = launched_run(tmp_path / "runs", server())
-    written = status_of(now=an_hour_ago).model_dump_json()
-    answers = [f"::process 0\nrunning\n::now\n{an_hour_ago}\n::status.json\n{written}"]
+    answers = [said(["running"], status_of(now=NOW))]
 
     def ask(host: Host, _script: str) -> str:
         if not answers:

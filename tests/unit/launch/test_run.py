@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from harness import summary_of
+from made_runs import summary_of
 from reading import status_of
 from smolcluster.errors import LaunchError
 from smolcluster.launch.run_of_children import RunOfChildren
@@ -22,7 +22,7 @@ from smolcluster.runs.asked import ASKED, why_asked
 from smolcluster.runs.launched import Launched, read_launched
 from smolcluster.runs.paths import RunPaths, create_run, latest_of
 from smolcluster.runs.status import STATUS, STOPPED, RunStatus, read_status, write_status
-from smolcluster.runs.summary import write_summary
+from smolcluster.runs.summary import Final, write_summary
 from waiting import DEADLINE_S, eventually
 
 FakePlan = Callable[..., Launched]
@@ -390,7 +390,7 @@ def test_progress_comes_from_the_runs_metrics(
     sink.log(MetricRecord("eval", 20, 0, {"val_accuracy": 0.75}))
     sink.log(MetricRecord("step", 21, 1, {"loss": 0.5}))
     sink.close()
-    write_summary(paths.summary, summary_of(3, val_accuracy=0.9722))
+    write_summary(paths.summary, summary_of(epochs=3, final=Final(val_accuracy=0.9722)))
     assert run.follow() == 0
     assert "epoch 2/3 · step 21 · loss 0.500 · acc 0.750" in printed()
     assert any(line.endswith("accuracy  0.9722") for line in map(str.rstrip, printed()))

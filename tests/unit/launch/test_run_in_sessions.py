@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 import smolcluster.launch.run
-from harness import summary_of
+from made_runs import summary_of
 from processes import is_alive
 from reading import Terminal, server, status_of, worker, write
 from smolcluster.configs.load import find_config
@@ -257,7 +257,7 @@ def test_a_run_that_has_ended_is_told_so_before_a_machine_is_asked(paths: RunPat
     cluster, train = find_config("edp", "cluster"), find_config("digits", "training")
     told = StoredOptions(environ={}, overrides=())
     keep(paths, cluster.read_bytes(), train.read_bytes(), told)
-    write_summary(paths.summary, summary_of(30))
+    write_summary(paths.summary, summary_of(epochs=30))
     launched = Launched(run_id=paths.run_id, algorithm="edp", processes=(server(),))
     write_launched(paths.launched, launched)
     with pytest.raises(CheckpointError, match=r"has ended; .* --override num_epochs=60"):

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from harness import Cluster, local_settings, state_of, summary_of
+from harness import Cluster, local_settings, state_of
+from made_runs import summary_of
 from pretrained_models import WORKLOAD, text_arguments
 from smolcluster.cli import main
 from smolcluster.commands.checkpoints import export_model, show_checkpoints
@@ -434,7 +435,7 @@ def test_what_cannot_be_resumed_is_one_line(run: RunPaths, tmp_path: Path) -> No
         resume(str(run.root), None, [], LaunchOptions(dry_run=True))
     with run_lock(run.starting, "started"), pytest.raises(RunBusy, match="is being started"):
         resume(str(run.root), None, [], LaunchOptions())
-    write_summary(run.summary, summary_of(EPOCHS))
+    write_summary(run.summary, summary_of(epochs=EPOCHS))
     with pytest.raises(
         CheckpointError, match=f"has ended; to train on, raise num_epochs above {EPOCHS}"
     ):

@@ -13,7 +13,18 @@ from unittest.mock import Mock
 import pytest
 
 from exporting import GPU
-from reading import children_of, fake_ssh, launched_run, log_line, server, status_of, worker, write
+from reading import (
+    NOW,
+    children_of,
+    fake_ssh,
+    launched_run,
+    log_line,
+    said,
+    server,
+    status_of,
+    worker,
+    write,
+)
 from smolcluster.cli import main
 from smolcluster.errors import ConfigError, DataError
 from smolcluster.launch.host import Host, TookTooLong
@@ -34,16 +45,6 @@ from smolcluster.runs.status import (
     unbegun,
     write_status,
 )
-
-NOW = 1_790_000_000.0
-
-
-def said(processes: list[str], written: RunStatus | None = None, now: float = NOW) -> str:
-    lines = [f"::process {index}\n{words}" for index, words in enumerate(processes)]
-    if written is not None:
-        lines += [f"::now\n{now}", f"::status.json\n{written.model_dump_json(indent=2)}"]
-        lines += ["::summary.json"]
-    return "\n".join(lines) + "\n"
 
 
 def test_gpus_have_a_column_where_there_are_any(

@@ -68,8 +68,8 @@ def test_the_server_tells_how_the_run_stands() -> None:
     assert value(series, "run_info", run="r1", algorithm="edp") == 1
     expected = {
         "step": 120,
-        "samples_applied": 12_000,
-        "samples_target": 40_000,
+        "samples_applied": 960,
+        "samples_target": 3200,
         "loss": 0.25,
         "validation_accuracy": 0.9,
         "learning_rate": 0.001,

@@ -7,10 +7,10 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
 
-from exporting import METER, NOW
+from exporting import METER
 from harness import digits_config
 from made_runs import MadeRun, worker_status
-from reading import launched_run, server, status_of, worker
+from reading import NOW, launched_run, said, server, status_of, worker
 from smolcluster.configs.schema import DatasetPlace
 from smolcluster.launch.host import Host
 from smolcluster.launch.watch.status import look_at, peak_lines, status
@@ -35,20 +35,12 @@ def test_the_configuration_turns_it_on(is_wanted: bool) -> None:
 
 def test_in_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = launched_run(tmp_path, server(), worker(0, "pi5", "pi5"))
-    written = status_of("training", now=NOW.timestamp(), workers={0: ("pi5", "joined")})
+    written = status_of("training", now=NOW, workers={0: ("pi5", "joined")})
     told = [worker_status(0, process_stats=PEAKS)]
     written = written.model_copy(update={"workers": told})
 
     def ask(host: Host, _: str) -> str:
-        lines = ["::process 0", "running"]
-        if host.node == "mini1":
-            at = NOW.timestamp()
-            lines += [
-                f"::now\n{at}",
-                f"::status.json\n{written.model_dump_json()}",
-                "::summary.json",
-            ]
-        return "\n".join(lines) + "\n"
+        return said(["running"], written if host.node == "mini1" else None)
 
     assert peak_lines(look_at(paths, ask)) == [TOLD]
     assert status(str(paths.root), as_json=False, watch=False, ask=ask) == 0
