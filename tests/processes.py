@@ -15,7 +15,7 @@ import pytest
 
 import preloaded
 from smolcluster.configs.spec import get_algorithm
-from waiting import DEADLINE_S
+from waiting import DEADLINE_S, eventually
 
 
 class Child:
@@ -156,3 +156,9 @@ def is_alive(pid: int) -> bool:
     with suppress(psutil.NoSuchProcess):
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     return False
+
+
+def pid_in(path: Path) -> int:
+    """The process id that a program writes into a file, as soon as it is there."""
+    eventually(lambda: path.exists() and path.read_text().endswith("\n"))
+    return int(path.read_text())

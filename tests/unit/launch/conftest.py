@@ -104,41 +104,6 @@ def console() -> Console:
     return Console(file=io.StringIO(), width=120)
 
 
-def is_running(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
-    if Path("/proc/self/stat").exists():
-        try:
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        except (FileNotFoundError, ProcessLookupError):
-            return False
-    done = subprocess.run(
-        ["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip()[:1] not in ("", "Z")
-
-
-@pytest.fixture
-def ends() -> Callable[[int], bool]:
-    """Waits until a process has ended."""
-
-    def check(pid: int) -> bool:
-        eventually(lambda: not is_running(pid))
-        return True
-
-    return check
-
-
-@pytest.fixture
-def pid_in() -> Callable[[Path], int]:
-    """The process id that a program writes into a file, as soon as it is there."""
-
-    def read(path: Path) -> int:
-        eventually(lambda: path.exists() and path.read_text().endswith("\n"))
-        return int(path.read_text())
-
-    return read
-
-
 @pytest.fixture
 def stays_open(tmp_path: Path) -> Iterator[str]:
     """A line of a shell program, whose standard error something in the background keeps open.

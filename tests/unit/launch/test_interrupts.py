@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from processes import is_alive, pid_in
 from smolcluster.launch.interrupts import Interrupts, interrupts, uv_around
+from waiting import eventually
 
 
 @pytest.mark.parametrize(
@@ -80,10 +82,7 @@ def test_only_uv_is_taken_for_uv(bash_named: Callable[[str], Path], name: str, i
 
 
 def test_a_killed_uv_takes_the_launcher_with_it(
-    tmp_path: Path,
-    bash_named: Callable[[str], Path],
-    ends: Callable[[int], bool],
-    pid_in: Callable[[Path], int],
+    tmp_path: Path, bash_named: Callable[[str], Path]
 ) -> None:
     """uv is played by a shell that waits for the launcher, as uv does."""
     pid = tmp_path / "pid"
@@ -101,4 +100,4 @@ with interrupts() as asked:
     launcher = pid_in(pid)
     wrapper.kill()
     wrapper.wait()
-    assert ends(launcher)
+    eventually(lambda: not is_alive(launcher))
