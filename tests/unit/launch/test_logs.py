@@ -285,8 +285,8 @@ def test_a_machine_that_cannot_be_reached_is_named_and_its_fetched_lines_are_sho
     paths = launched_run(tmp_path / "runs", server(), worker(0, "pi5", "cut"))
     write(there / "runs/r1/logs/server-mini1.log", log_line(1, "one"))
 
-    def printed() -> tuple[int, str, str]:
-        code = logs(str(paths.root), node=None, rank=None, level="INFO", follow=False, since=None)
+    def printed(follow: bool = False) -> tuple[int, str, str]:
+        code = logs(str(paths.root), node=None, rank=None, level="INFO", follow=follow, since=None)
         out, err = capsys.readouterr()
         return code, out, err
 
@@ -298,6 +298,9 @@ def test_a_machine_that_cannot_be_reached_is_named_and_its_fetched_lines_are_sho
     assert (code, out.count("\n")) == (1, 2)
     assert "copied" in out
     assert "were fetched before" in err
+    monkeypatch.setattr("smolcluster.launch.watch.logs.is_over", lambda _: True)
+    code, out, err = printed(follow=True)
+    assert (code, out.count("\n"), err.count("it does not answer; trying again")) == (0, 1, 1)
 
 
 def append(path: Path, text: str) -> None:
@@ -323,7 +326,7 @@ def test_following_ends_with_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     there = fake_ssh(tmp_path, monkeypatch)
-    paths = launched_run(tmp_path / "runs", server(), worker(0, "pi5", "cut"))
+    paths = launched_run(tmp_path / "runs", server(), worker(0, "pi5", "pi5"))
     file = write(there / "runs/r1/logs/server-mini1.log", log_line(1, "m1"))
     assert not is_over(paths), "it has not begun"
     write_status(there / "runs/r1/status.json", status_of("ended"))
@@ -336,10 +339,8 @@ def test_following_ends_with_the_run(
         return over and is_over(paths)
 
     monkeypatch.setattr("smolcluster.launch.watch.logs.is_over", look_then_write)
-    assert logs(str(paths.root), node=None, rank=None, level="INFO", follow=True, since=None) == 0
-    out, err = capsys.readouterr()
-    assert [line.split()[-1] for line in out.splitlines()] == ["m1", "m2"]
-    assert err.count("pi5 (cut): it does not answer") == err.count("trying again") == 1
+    out = shown(paths, capsys, follow=True)
+    assert [line.split()[-1] for line in out] == ["m1", "m2"]
 
 
 def test_following_a_group_that_waits_in_a_queue_says_so_and_shows_its_ranks_as_they_begin(
