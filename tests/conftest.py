@@ -59,6 +59,8 @@ def own_temporary_folder() -> Path:
 TEMPORARY = own_temporary_folder()
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="state-")  # a user's own is left alone
 os.environ["WANDB_MODE"] = "disabled"  # each process of a run would start one that imports wandb
+for name in [name for name in os.environ if name.startswith("SMOLCLUSTER_")]:
+    del os.environ[name]  # settings of this shell's user
 os.environ["DOCKER_HOST"] = "unix:///no-docker-for-tests"  # launches would start Grafana in it
 
 

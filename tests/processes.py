@@ -100,7 +100,6 @@ class Processes:
         self.environ = kept | {
             "XDG_CONFIG_HOME": str(folder / "config"),
             "SMOLCLUSTER_RUNS_DIR": str(self.runs),
-            "WANDB_MODE": "disabled",
             "PYTHONUNBUFFERED": "1",
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled"),
         }

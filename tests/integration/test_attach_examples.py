@@ -86,7 +86,6 @@ def test_a_model_of_one_s_own_said_in_python(
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path / "runs"))
-    monkeypatch.setenv("WANDB_MODE", "disabled")
     main, port = example("orchestrate", "own_model").main, ("--master-port", str(free_port()))
     owner = Outcome("owner", lambda: main([*port, "--workers", "1", "--epochs", "2"]))
     worker = Outcome("worker", lambda: main(["worker", *port]))

@@ -57,7 +57,6 @@ def loader(count: int = 96, seed: int = 1) -> DataLoader[tuple[Tensor, ...]]:
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> smolcluster.DistributedConfig:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path / "runs"))
-    monkeypatch.setenv("WANDB_MODE", "disabled")
     return smolcluster.DistributedConfig(
         master_port=free_port(), num_workers=2, learning_rate=0.02, start_timeout=100.0
     )

@@ -29,7 +29,6 @@ ALL_ON = (
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A text of its own and a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("WANDB_MODE", "disabled")
     return write_text(tmp_path / "text.txt", 220)
 
 

@@ -23,12 +23,6 @@ SERVED = [spec.name for spec in algorithms().values() if not spec.is_group]
 """Algorithms that have a server and workers."""
 
 
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("SMOLCLUSTER_")]:
-        monkeypatch.delenv(name)
-
-
 def last_error(capsys: pytest.CaptureFixture[str]) -> str:
     """The one line on standard error; nothing else may be printed."""
     captured = capsys.readouterr()

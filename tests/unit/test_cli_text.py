@@ -23,14 +23,13 @@ TRAIN_PY = Path(__file__).resolve().parents[2] / "src" / "smolcluster" / "train.
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_a_process: None) -> None:
     """No network and no settings of others; what a process changes for good is put back."""
-    for name in [name for name in os.environ if name.startswith(("SMOLCLUSTER_", "HF_"))]:
+    for name in [name for name in os.environ if name.startswith("HF_")]:
         monkeypatch.delenv(name)
     for name, value in {
         "SMOLCLUSTER_RUNS_DIR": str(tmp_path / "runs"),
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
         "HF_HOME": str(tmp_path / "hub"),
         "HF_HUB_OFFLINE": "1",
-        "WANDB_MODE": "disabled",
     }.items():
         monkeypatch.setenv(name, value)
 

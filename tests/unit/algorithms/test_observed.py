@@ -39,11 +39,6 @@ def test_a_second_run_says_on_which_port_its_metrics_are(
         socket.create_connection((host, int(moved)), DEADLINE_S).close()
 
 
-@pytest.fixture(autouse=True)
-def without_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-
-
 def shown_of(folder: Path, newest: Computed, *, is_terminal: bool) -> str:
     """What a worker shows that has taken 40 steps of 8 samples in 2 s."""
     console = Console(

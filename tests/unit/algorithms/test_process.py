@@ -54,7 +54,6 @@ def a_process_of_its_own(
     """What a process sets for itself is put back, and its files are the test's."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path / "runs"))
-    monkeypatch.setenv("WANDB_MODE", "disabled")
 
 
 @pytest.fixture

@@ -59,7 +59,6 @@ SAMPLES = 1438
 
 @pytest.fixture(autouse=True)
 def nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_MODE", "disabled")
     monkeypatch.setattr(owner, "write_artifacts", lambda *_: None)
 
 

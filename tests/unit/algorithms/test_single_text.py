@@ -43,8 +43,7 @@ Body = Callable[[ServerContext], Summary]
 
 @pytest.fixture(autouse=True)
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_flushing: None) -> Path:
-    """A text of its own, a cache of its own, and nobody outside is told."""
-    monkeypatch.setenv("WANDB_MODE", "disabled")
+    """A text of its own, and a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return write_text(tmp_path / "text.txt")
 

@@ -27,7 +27,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of runs, with one of a language model whose newest checkpoint is not its best."""
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WANDB_MODE", "disabled")
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         text = write_text(folder / "text.txt")
         every = ("checkpoint_steps=5", "training.eval_steps=5")

@@ -190,7 +190,6 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Pat
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path / "mine"))
-    monkeypatch.setenv("WANDB_MODE", "disabled")
     file, mark = tmp_path / "given_over.py", tmp_path / "imported"
     file.write_text(HANDED_OVER.format(mark=str(mark)))
     yield file, mark

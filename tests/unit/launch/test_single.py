@@ -1,4 +1,3 @@
-import os
 import signal
 from pathlib import Path
 
@@ -11,13 +10,6 @@ from smolcluster.runs.status import read_status
 from smolcluster.runs.summary import read_summary
 
 pytestmark = pytest.mark.usefixtures("as_a_process")
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if "SMOLCLUSTER" in name]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("WANDB_MODE", "disabled")
 
 
 def words_for(tmp_path: Path, *overrides: str) -> list[str]:

@@ -29,8 +29,7 @@ EPOCH = EpochFinished(epoch=0, step=1, samples_applied=32)
 
 
 @pytest.fixture
-def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
-    monkeypatch.setenv("WANDB_MODE", "disabled")
+def paths(tmp_path: Path) -> RunPaths:
     return create_run(tmp_path, "r1")
 
 
