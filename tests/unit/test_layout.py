@@ -1,4 +1,4 @@
-"""The house's rules: a module imports from lower floors only, and no name hides the standard library."""
+"""The house's rules: imports run down, names hide no standard library, algorithms are named at home alone."""
 
 import ast
 import re
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from smolcluster.configs.spec import algorithms
 from trees import nodes_of
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -552,3 +553,73 @@ def test_git_ignores_no_source() -> None:
         timeout=60,
     )
     assert ignored.stdout.splitlines() == []
+
+
+OURS = [spec for spec in algorithms().values() if spec.package.startswith("smolcluster.")]
+NAMES = {spec.name for spec in OURS} | {spec.package for spec in OURS}
+QUOTED = re.compile(rf"""(["'`])({"|".join(sorted(re.escape(name) for name in NAMES))})\1""")
+TYPED = ("distributed_training.py", "cli/__init__.py", "cli/machines.py")
+"""A command of its own, and the file that is one, by names that users type."""
+
+
+def names_one(node: ast.AST) -> bool:
+    """Whether it imports an algorithm, or is a text that is its name.
+
+    Docstrings and examples hold a name among other words, and are none of these.
+    """
+    if isinstance(node, ast.Constant):
+        return node.value in NAMES
+    packages = tuple(f"{spec.package}." for spec in OURS)
+    return any(f"{module}.".startswith(packages) for module in imported(node, ()))
+
+
+def named(package: Path) -> list[str]:
+    """Where a file outside the algorithms' folders imports one, or has its name as a text of its own."""
+    folders = {package / "algorithms" / spec.folder.name for spec in OURS}
+    found = [
+        (path, getattr(node, "lineno", 0))
+        for path in sorted(package.rglob("*.py"))
+        for node in nodes_of(path)
+        if names_one(node)
+    ]
+    for path in sorted(package.rglob("*.js")):
+        lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        found += [(path, number) for number, line in lines if QUOTED.search(line)]
+    return [
+        f"{path.relative_to(package)}:{line}"
+        for path, line in found
+        if folders.isdisjoint(path.parents) and path.relative_to(package).as_posix() not in TYPED
+    ]
+
+
+def test_no_file_outside_an_algorithms_folder_names_it() -> None:
+    assert {spec.name for spec in OURS} >= {"edp", "syncps"}
+    assert named(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("launch/plan.py", 'if algorithm == "edp":\n    pass'),
+        ("configs/load.py", "DEFAULT = {'syncps': 1}"),
+        ("server/store.py", "from smolcluster.algorithms.EDP import rule"),
+        ("launch/single.py", "import smolcluster.algorithms.SynchronousPS.server"),
+        ("launch/find.py", 'load("smolcluster.algorithms.EDP")'),
+        ("observability/page.js", 'const stale = run.algorithm === "edp";'),
+    ],
+)
+def test_a_name_is_found(tmp_path: Path, file: str, line: str) -> None:
+    assert named(write(tmp_path / "smolcluster", {file: line})) == [f"{file}:1"]
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("algorithms/EDP/server.py", 'main("edp", "server")'),
+        ("algorithms/EDP/worker.py", "from smolcluster.algorithms.EDP import rule"),
+        ("configs/resolve.py", '"""Of a cluster file, such as "edp"."""'),
+        ("launch/plan.py", "from smolcluster.algorithms.context import ServerContext"),
+    ],
+)
+def test_what_names_none_is_fine(tmp_path: Path, file: str, line: str) -> None:
+    assert named(write(tmp_path / "smolcluster", {file: line})) == []
