@@ -8,7 +8,7 @@ import secrets
 import socket
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,15 +19,12 @@ import torch
 
 from smolcluster.algorithms.context import ServerContext
 from smolcluster.algorithms.DiLoCo import server as diloco
-from smolcluster.algorithms.DiLoCo.ledger import Applied
 from smolcluster.algorithms.DiLoCo.worker import Worker as DiLoCoWorker
 from smolcluster.algorithms.EDP import server as edp
 from smolcluster.algorithms.EDP.worker import Worker as EDPWorker
 from smolcluster.algorithms.PipelineParallel import server as pipeline
-from smolcluster.algorithms.PipelineParallel.crew import Crew
 from smolcluster.algorithms.PipelineParallel.worker import Worker as PipelineWorker
 from smolcluster.algorithms.SynchronousPS import server as syncps
-from smolcluster.algorithms.SynchronousPS.step import Step
 from smolcluster.algorithms.SynchronousPS.worker import Worker as SyncPSWorker
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import (
@@ -38,24 +35,21 @@ from smolcluster.configs.schema import (
     TrainConfig,
 )
 from smolcluster.configs.spec import get_algorithm, spec_of
-from smolcluster.data.permutation import Range, global_batches
+from smolcluster.data.permutation import global_batches
 from smolcluster.observability.metrics import MetricRecord, Metrics
 from smolcluster.observability.sinks.jsonl import MetricLine, follow_metrics
 from smolcluster.runs.events import Event, EventLog, read_events
 from smolcluster.runs.summary import Summary
-from smolcluster.server.leases import Dispatcher, Lease
 from smolcluster.server.link import Participant, WorkerSetup, follow
-from smolcluster.server.push import Pushed
 from smolcluster.server.records import Records
 from smolcluster.server.store_host import StoreSetup, hold
 from smolcluster.training.build import TrainingContext, build
 from smolcluster.training.checkpoint import CheckpointStore, TrainingState
-from smolcluster.training.loop import StepTaken
 from smolcluster.training.workload import Workload
 from smolcluster.utils.stopping import StopRequest
 from smolcluster.wire.dialling import Address
 from smolcluster.wire.handshake import introduce
-from smolcluster.wire.messages import SESSION, STORE, LeaseKey, StageDone, Welcome
+from smolcluster.wire.messages import SESSION, STORE, Welcome
 from smolcluster.wire.security import Secret
 
 SECRET = Secret(Path("the-test's-secret"), b"0123456789abcdef0123456789abcdef")
@@ -199,23 +193,6 @@ def computing_after(event: threading.Event, worker: type[Any]) -> type[Any]:
     return Patient
 
 
-def indices_by_lease(dispatcher: Dispatcher) -> Mapping[LeaseKey, Sequence[int]]:
-    """The indices of each lease that is granted from now on."""
-    grant = dispatcher.grant
-    carried: dict[LeaseKey, Sequence[int]] = {}
-
-    def watched(
-        holder: int, now: float, *, is_sent: bool = True, may_copy: bool = True
-    ) -> Lease | None:
-        lease = grant(holder, now, is_sent=is_sent, may_copy=may_copy)
-        if lease is not None:
-            carried[lease.key] = lease.indices.tolist()
-        return lease
-
-    dispatcher.grant = watched  # type: ignore[method-assign]
-    return carried
-
-
 class Cluster:
     """A server in a thread, and as many workers as the test starts."""
 
@@ -271,16 +248,6 @@ class Cluster:
             check_stop=self.stop.check,
         )
         self.core = (server_class or SERVERS[algorithm])(context)
-        self.applied: dict[int, Counter[int]] = defaultdict(Counter)
-        """How often each sample was applied, by epoch, taken where gradients are applied."""
-        if isinstance(self.core, diloco.Server):
-            self._watch_rounds(self.core)
-        elif isinstance(self.core, edp.Server):
-            self._watch_pushes(self.core)
-        elif isinstance(self.core, pipeline.Server):
-            self._watch_commits(self.core)
-        else:
-            self._watch_steps(self.core)
 
         def serve() -> Summary:
             try:
@@ -289,59 +256,6 @@ class Cluster:
                 events.close()
 
         self.server = Outcome("server", serve)
-
-    def _watch_pushes(self, core: edp.Server) -> None:
-        """Count the samples of a lease when its gradient is applied."""
-        carried, apply = indices_by_lease(core.dispatcher), core.apply
-
-        def watched_apply(peer: edp.Peer, pushed: Pushed, tau: int) -> None:
-            apply(peer, pushed, tau)
-            self.applied[pushed.push.lease.epoch].update(carried[pushed.push.lease])
-
-        core.apply = watched_apply  # type: ignore[method-assign]
-
-    def _watch_rounds(self, core: diloco.Server) -> None:
-        """Count the samples of batches that an outer step has applied."""
-        carried, count = indices_by_lease(core.dispatcher), core.count
-
-        def watched_count(applied: Sequence[Applied]) -> None:
-            for each in applied:
-                self.applied[each.key.epoch].update(carried[each.key])
-            count(applied)
-
-        core.count = watched_count  # type: ignore[method-assign]
-
-    def _watch_commits(self, core: pipeline.Server) -> None:
-        """Count the samples of a step that all stages take, when it was taken the last time."""
-        commit = core.commit
-        taken: dict[int, Range] = {}
-
-        def indices(samples: Range) -> list[int]:
-            return core.orders[samples.epoch][samples.start : samples.stop].tolist()
-
-        def watched_commit(crew: Crew, samples: Range, answers: list[StageDone]) -> None:
-            commit(crew, samples, answers)
-            for step in [each for each in taken if each >= core.version]:
-                undone = taken.pop(step)
-                self.applied[undone.epoch].subtract(indices(undone))
-            taken[core.version] = samples
-            self.applied[samples.epoch].update(indices(samples))
-
-        core.commit = watched_commit  # type: ignore[method-assign]
-
-    def _watch_steps(self, core: syncps.Server) -> None:
-        """Count the samples of a step's finished parts when it has been committed."""
-        commit = core.commit
-
-        def watched_commit(step: Step) -> StepTaken:
-            taken = commit(step)
-            order = core.orders[step.batch.epoch]
-            for part in step.parts:
-                if part.finished_by is not None:
-                    self.applied[step.batch.epoch].update(order[part.start : part.stop].tolist())
-            return taken
-
-        core.commit = watched_commit  # type: ignore[method-assign]
 
     def worker(
         self,
@@ -420,8 +334,12 @@ class Cluster:
         num_samples = self.training.num_samples
         train = self.settings.run_config("run", self.algorithm).train
         epochs = global_batches(num_samples, train.total_samples(num_samples), num_samples)
-        orders = {each.epoch: self.training.order(each.epoch)[: each.stop] for each in epochs}
-        assert self.applied == {epoch: Counter(order.tolist()) for epoch, order in orders.items()}
+        once = {each.epoch: Counter(range(each.stop)) for each in epochs}
+        assert places_applied(self.metrics.records) == once
+        summary = self.server.summary
+        assert summary is not None
+        if self.algorithm != "pipeline":  # whose workers share each sample
+            assert sum(each.samples for each in summary.workers) == summary.samples_applied
 
 
 def state_of(step: int, **fields: Any) -> TrainingState:
@@ -445,14 +363,19 @@ def steps_in(metrics: Path) -> list[MetricLine]:
     return [line for line in follow_metrics(metrics).poll() if line.record.kind == "step"]
 
 
-def assert_applied_once(records: Iterable[MetricRecord], num_samples: int, num_epochs: int) -> None:
-    """Each place of each epoch was applied once; of a step that was taken again the last record counts."""
+def places_applied(records: Iterable[MetricRecord]) -> dict[int, Counter[int]]:
+    """How often each place of an epoch was applied; of a step that was taken again the last record counts."""
     steps = {each.step: each for each in records if each.kind == "step"}
     applied: dict[int, Counter[int]] = defaultdict(Counter)
     for each in steps.values():
         applied[each.epoch].update(range(int(each.values["start"]), int(each.values["stop"])))
+    return dict(applied)
+
+
+def assert_applied_once(records: Iterable[MetricRecord], num_samples: int, num_epochs: int) -> None:
+    """Each place of each epoch was applied once."""
     once = Counter(range(num_samples))
-    assert dict(applied) == dict.fromkeys(range(num_epochs), once)
+    assert places_applied(records) == dict.fromkeys(range(num_epochs), once)
 
 
 class Lines(logging.Handler):
