@@ -4,6 +4,7 @@ import io
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -151,7 +152,7 @@ class MadeRun:
             ),
         )
 
-    def summary(self, **changes: object) -> Summary:
+    def summary(self, **changes: Any) -> Summary:
         summary = summary_of(self.paths.run_id, **changes)
         write_summary(self.paths.summary, summary)
         return summary
@@ -160,8 +161,8 @@ class MadeRun:
         self.event(RunEnded(ok=ok, reason=reason, wall_s=10.0, steps=100, samples_applied=3200))
 
 
-def summary_of(run_id: str = "edp-1", **changes: object) -> Summary:
-    """A summary of 100 steps of three workers."""
+def summary_of(run_id: str = "edp-1", *, epochs: int = 2, **changes: object) -> Summary:
+    """A summary of 100 steps of three workers, which were so many epochs."""
     shares = [
         WorkerShare(rank=rank, node=node, samples=samples, mean_staleness=tau, share=share)
         for rank, node, samples, tau, share in (
@@ -173,10 +174,10 @@ def summary_of(run_id: str = "edp-1", **changes: object) -> Summary:
         algorithm="edp",
         run_id=run_id,
         wall_s=10.0,
-        epochs=2,
+        epochs=epochs,
         steps=100,
         train_samples=1600,
-        samples_applied=3200,
+        samples_applied=1600 * epochs,
         codec="fp32",
         pushes=Pushes(applied=100, stale=7),
         leases_returned=1,

@@ -44,7 +44,7 @@ from smolcluster.wire.dialling import Address
 from smolcluster.wire.security import default_secret_path, ensure_secret
 from waiting import DEADLINE_S
 
-SUMMARY = summary_of(final=Final(train_loss=0.25))
+SUMMARY = summary_of(steps=0, final=Final(train_loss=0.25))
 
 
 @pytest.fixture(autouse=True)
