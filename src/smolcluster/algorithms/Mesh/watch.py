@@ -7,7 +7,8 @@ answer any more, since a call of it has no timeout.
 
 * A rank that raises an error writes it with its stack, if no other one has before.
 * A rank whose thread has not been heard of for `silence_s` (stopped, killed, its machine gone) is named; when
-  a rank has lost a connection, `GONE_S` is enough. If no rank is silent then, that connection is named.
+  a rank has lost a connection, or no rank gets on, `GONE_S` is enough. If no rank is silent when a connection
+  is lost, that connection is named.
 * If no rank gets on for `hang_timeout_s`, or five times as long as one ever took, those are named that are
   not waiting for others. Of an order that ranks have done before, `LEAST_ORDER_S` is enough, or ten times as
   long as it ever took.
@@ -38,7 +39,7 @@ from smolcluster.errors import PeerLost, SmolclusterError, TryAgain
 BEAT_S = 1.0
 SILENCE_S = 60.0
 GONE_S = 5.0
-"""Silence of a rank that is believed to be gone when another one has lost a connection."""
+"""Silence of a rank that is believed to be gone when another has lost a connection, or no rank gets on."""
 END_S = {True: 25.0, False: 8.0}
 """How long rank 0, which leaves a record, and the others have to end by themselves."""
 SETUP_S = 1800.0
@@ -136,7 +137,7 @@ class Judge:
                     self._longest = max(self._longest, now - self._moved)
                 self._moved = now
         self._beats = dict(beats)
-        silent = self._silent(now, is_lost=lost is not None)
+        silent = self._silent(now, is_trouble=lost is not None)
         return silent or self._broken(now, lost) or self._hanging(now)
 
     def ordered(self, order: str) -> None:
@@ -148,8 +149,8 @@ class Judge:
         """The ranks have done it. Any thread."""
         self._longest_orders[order] = max(self._longest_orders.get(order, 0.0), took_s)
 
-    def _silent(self, now: float, *, is_lost: bool) -> Failure | None:
-        allowed = min(GONE_S, self._silence_s) if is_lost else self._silence_s
+    def _silent(self, now: float, *, is_trouble: bool) -> Failure | None:
+        allowed = min(GONE_S, self._silence_s) if is_trouble else self._silence_s
         for rank, heard in sorted(self._heard.items(), key=lambda each: each[1]):
             if now - heard > allowed:
                 beat = self._beats[rank]
@@ -176,6 +177,8 @@ class Judge:
         slow = SLOWER * self._longest if has_begun else SETUP_S
         if not self._beats or now - self._moved <= max(self._most_s, slow):
             return None
+        if (silent := self._silent(now, is_trouble=True)) is not None:
+            return silent
         busy = [rank for rank, beat in self._beats.items() if not beat.waits]
         rank = min(busy or self._beats, key=lambda each: (self._beats[each].num_done, each))
         told = "; ".join(f"rank {rank}: {beat.doing}" for rank, beat in sorted(self._beats.items()))

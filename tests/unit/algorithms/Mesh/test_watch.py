@@ -76,6 +76,19 @@ def test_of_a_mesh_that_hangs_the_rank_is_named_that_waits_for_nobody() -> None:
     assert found.reason.endswith("; raise it")
 
 
+def test_where_no_rank_gets_on_one_that_says_nothing_is_named_first() -> None:
+    judging, found, second = Judge(silence_s=30, hang_timeout_s=30, now=0), None, 0
+    while found is None:
+        second += 1
+        beats = {
+            0: beat(second, min(second, 20)),
+            1: beat(min(second, 22), min(second, 20), "receiving", waits=True),
+        }
+        found = judging.judge(beats, second, None)
+    assert (second, found.rank) == (20 + 31, 1)
+    assert "nothing was heard of it" in found.reason
+
+
 def test_steps_that_take_long_are_no_hang() -> None:
     judging = judge()
     for second in range(
