@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from smolcluster.algorithms.Mesh.trainer import MeshTrainer
 
 SEED, NUM_STEPS, LENGTH, WORDS = 3, 3, 6, 24
+NUM_EXPERTS = 5
 NUM_GATHERED = 2
 """Steps after which weights are gathered, while the next ones are taken."""
 MOST_LAYERS = 16
@@ -240,16 +241,28 @@ def bare() -> torch.nn.Sequential:
 
 
 class Uncut(torch.nn.Module):
-    """Does not say how it is cut, and has parameters of its own beside its modules'."""
+    """Does not say how it is cut, and has parameters of its own beside its modules'.
+
+    One is a number, one does not lie in memory row by row, and samples say which experts compute.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = torch.nn.Embedding(WORDS, 8)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(NUM_EXPERTS))
         self.out = torch.nn.Linear(8, WORDS)
+        self.out.weight = torch.nn.Parameter(torch.randn(8, WORDS).mul(0.1).t())
         self.scale = torch.nn.Parameter(torch.full((3,), 0.5))
+        self.warmth = torch.nn.Parameter(torch.tensor(0.7))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.out(torch.tanh(self.embedding(tokens) * self.scale.sum()))
+        hidden = self.embedding(tokens) * self.scale.sum()
+        routed = torch.zeros_like(hidden)
+        for number, expert in enumerate(self.experts):
+            mine = tokens[:, 0] % NUM_EXPERTS == number
+            if mine.any():
+                routed[mine] = expert(hidden[mine])
+        logits: Tensor = self.out(torch.tanh(routed)) * self.warmth
         return logits
 
 

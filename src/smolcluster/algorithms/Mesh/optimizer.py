@@ -125,13 +125,17 @@ def sum_replicas(slots: Sequence[Slot], groups: Groups) -> list[Tensor]:
     for slot, gradient in zip(slots, gradients, strict=True):
         if slot.is_summed:
             dist.all_reduce(gradient, group=groups.mesh["tp"].get_group())
-    if sizes.fsdp > 1 or sizes.dp == 1 or not gradients:
+    dimensions = [name for name in ("dp", "fsdp") if getattr(sizes, name) > 1]
+    whole = [place for place, slot in enumerate(slots) if not slot.is_sharded]
+    if not dimensions or not whole:
         return gradients
-    group = groups.mesh["dp"].get_group()
-    flat = torch.cat([each.reshape(-1) for each in gradients])
-    dist.all_reduce(flat, group=group)
-    pieces = torch.split(flat, [each.numel() for each in gradients])
-    return [piece.view_as(each) for piece, each in zip(pieces, gradients, strict=True)]
+    flat = torch.cat([gradients[place].reshape(-1) for place in whole])
+    for name in dimensions:
+        dist.all_reduce(flat, group=groups.mesh[name].get_group())
+    pieces = torch.split(flat, [gradients[place].numel() for place in whole])
+    for place, piece in zip(whole, pieces, strict=True):
+        gradients[place] = piece.view_as(gradients[place])
+    return gradients
 
 
 class TiedWeights:

@@ -36,7 +36,6 @@ from smolcluster.configs.schema import MeshSizes
 from smolcluster.errors import ConfigError
 from smolcluster.models.gpt import Attention, Embedding, OutputLayer
 from smolcluster.training.layer_seeds import LayerSeeds
-from smolcluster.training.replica import is_channels_last
 from smolcluster.training.stages.cut import Stage
 from smolcluster.training.stages.huggingface import HuggingFaceStage
 
@@ -85,6 +84,13 @@ class Slot:
         return _local(self.parameter.detach())
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP has it, which sums its gradient over the ranks that share a batch."""
+        if not isinstance(self.parameter, DTensor):
+            return False
+        return "fsdp" in (self.parameter.device_mesh.mesh_dim_names or ())
+
+    @property
     def gradient(self) -> Tensor:
         """Of `local`; zeros where the loss does not depend on it."""
         gradient = self.parameter.grad
@@ -131,7 +137,7 @@ def spread(stage: Stage, plan: Mapping[str, Style], groups: Groups, *, splits: b
     """
     shapes = {name: tuple(each.shape) for name, each in stage.named_parameters()}
     for each in stage.parameters():
-        if is_channels_last(each):  # which no replica keeps, and backends refuse
+        if not each.is_contiguous():  # no replica keeps another order, and backends refuse it
             each.data = each.data.contiguous()
     cut = _cut_layers(stage, plan, groups) if groups.sizes.tp > 1 else _Cut()
     if groups.sizes.fsdp > 1:
@@ -315,7 +321,10 @@ def seed_parts(stage: Stage, seeds: LayerSeeds) -> None:
 
 
 def _shard(stage: Stage, mesh: DeviceMesh, sizes: MeshSizes, *, splits: bool) -> None:
-    """Shard each layer that is a module of the model and shares no weights in the stage; the rest as one."""
+    """Shard each layer that is a module of the model and shares no weights in the stage; the rest as one.
+
+    Numbers, parameters of no dimension, stay whole on each rank.
+    """
     ranks = mesh["dp", "fsdp"] if sizes.dp > 1 else mesh["fsdp"]
     keeps_whole = splits or sizes.pp > 1  # else each microbatch would gather the weights again
     holders = Counter(id(each) for layer in stage.own_layers() for each in layer.parameters())
@@ -325,13 +334,21 @@ def _shard(stage: Stage, mesh: DeviceMesh, sizes: MeshSizes, *, splits: bool) ->
         for layer in stage.own_layers()
         if id(layer) in modules and all(holders[id(each)] == 1 for each in layer.parameters())
     ]
+    numbers = {each for each in stage.parameters() if not each.ndim}  # which FSDP refuses
     for module in (*own, stage):
-        if any(True for _ in module.parameters()):
-            fully_shard(module, mesh=ranks, reshard_after_forward=not keeps_whole)
+        if any(each.ndim for each in module.parameters()):
+            fully_shard(
+                module,
+                mesh=ranks,
+                reshard_after_forward=not keeps_whole,
+                ignored_params=numbers,
+            )
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # gradients are of sums
             module.set_force_sum_reduction_for_comms(True)  # Gloo cannot scale while it sums
+            # each rank's samples may use other weights, as those of experts: all sum the same ones
+            module.set_reduce_scatter_unused_params(True)
 
 
 def _divided(what: str, number: int, size: int) -> None:

@@ -67,11 +67,20 @@ def test_attention_of_a_model_without_a_plan_is_not_cut(
         cut(stage, {"*.q_proj": "column", "*.fc1": "column", "*.fc2": "row"}, monkeypatch)
 
 
-def test_weights_lie_as_in_a_replica() -> None:
-    """Gloo refuses gradients in channels_last."""
-    conv = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
+def transposed() -> nn.Linear:
+    layer = nn.Linear(3, 4)
+    layer.weight = nn.Parameter(torch.randn(3, 4).t())
+    return layer
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), transposed()]
+)
+def test_weights_lie_as_in_a_replica(layer: nn.Module) -> None:
+    """Gloo refuses gradients in channels_last, and optimizers flatten weights in place."""
+    model = nn.Sequential(layer)
     groups: Any = SimpleNamespace(sizes=MeshSizes(dp=2))
-    before = conv.get_parameter("0.weight").detach().clone()
-    slots = parallel.spread(Stage(conv, list(conv), 0, 1), {}, groups, splits=False)
+    before = model.get_parameter("0.weight").detach().clone()
+    slots = parallel.spread(Stage(model, list(model), 0, 1), {}, groups, splits=False)
     [weight] = [slot.local for slot in slots if slot.name == "0.weight"]
     assert weight.is_contiguous() and torch.equal(weight, before)
