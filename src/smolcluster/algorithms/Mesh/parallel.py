@@ -41,14 +41,14 @@ from smolcluster.training.stages.huggingface import HuggingFaceStage
 
 Style = Literal["column", "row", "fused3", "whole"]
 OWN_PLAN: Mapping[str, Style] = {
-    "h.*.attn.c_attn": "fused3",
-    "h.*.attn.c_proj": "row",
     "h.*.mlp.c_fc": "column",
     "h.*.mlp.c_proj": "row",
     "fc1": "column",
     "fc2": "row",
 }
-"""How GPT and SimpleNN are cut: patterns of modules' names."""
+"""How GPT and SimpleNN are cut: patterns of modules' names. Attention of a GPT is cut by its heads."""
+OF_HEADS: Mapping[str, Style] = {"c_attn": "fused3", "c_proj": "row"}
+"""How a GPT's attention is cut."""
 TRANSFORMERS_STYLES: Mapping[str, Style] = {
     "colwise": "column",
     "rowwise": "row",
@@ -161,17 +161,16 @@ def _cut_layers(stage: Stage, plan: Mapping[str, Style], groups: Groups) -> _Cut
     """Cut layers along tp."""
     mesh, sizes, cut = groups.mesh["tp"], groups.sizes, _Cut()
     if isinstance(stage, HuggingFaceStage):
-        plan = {**plan, **_transformers_plan(stage, sizes.tp)}
-    plan = {**plan, **_torch_plan(stage)}
-    joined, found = set[str](), False
+        plan = _behind(plan, _transformers_plan(stage, sizes.tp))
+    plan = _behind(plan, _torch_plan(stage))
+    heads, found = dict[str, Style](), False
     for name, module in list(stage.named_modules()):
         if isinstance(module, Attention):
             _divided(f"the {module.num_heads} heads of {name}", module.num_heads, sizes.tp)
             module.num_heads //= sizes.tp
-            joined.add(f"{name}.c_attn")
-        style = next((s for pattern, s in plan.items() if fnmatchcase(name, pattern)), None)
-        if style == "column" and name in joined:  # as a sharding file may call it
-            style = "fused3"
+            heads |= {f"{name}.{layer}": style for layer, style in OF_HEADS.items()}
+        named = (s for pattern, s in plan.items() if fnmatchcase(name, pattern))
+        style = heads.get(name) or next(named, None)  # a sharding file calls all three columns
         if style == "whole":
             cut.summed.update(f"{name}.{each}" for each, _ in module.named_parameters())
         elif style is not None and isinstance(module, nn.Linear):
@@ -185,8 +184,21 @@ def _cut_layers(stage: Stage, plan: Mapping[str, Style], groups: Groups) -> _Cut
     if not found:
         raise _nothing_cut(stage, plan, sizes.tp)
     if sizes.sequence_parallel or sizes.loss_parallel:
-        _share_more(stage, mesh, sizes, is_gpt=bool(joined))
+        _share_more(stage, mesh, sizes, is_gpt=bool(heads))
     return cut
+
+
+def plan_of(told: Mapping[str, Style], *, is_ours: bool) -> Mapping[str, Style]:
+    """What a sharding file says, and behind it how our models are cut.
+
+    Of another model (not `is_ours`) whose layers the file names, others may be called as ours are.
+    """
+    return told if told and not is_ours else _behind(told, OWN_PLAN)
+
+
+def _behind(plan: Mapping[str, Style], more: Mapping[str, Style]) -> dict[str, Style]:
+    """Both plans; where both fit a module, the first one counts."""
+    return {**plan, **more, **plan}
 
 
 def _torch_plan(stage: Stage) -> dict[str, Style]:

@@ -15,7 +15,7 @@ from smolcluster.algorithms.Mesh.groups import Groups
 from smolcluster.algorithms.Mesh.layers_watch import LayersWatch
 from smolcluster.algorithms.Mesh.links import MeshLinks
 from smolcluster.algorithms.Mesh.optimizer import MeshOptimizer, TiedWeights, sum_replicas
-from smolcluster.algorithms.Mesh.parallel import OWN_PLAN, Slot, seed_parts, spread
+from smolcluster.algorithms.Mesh.parallel import Slot, plan_of, seed_parts, spread
 from smolcluster.configs.schema import TrainConfig
 from smolcluster.data.dataset import Place
 from smolcluster.data.permutation import EpochOrders, Range
@@ -107,7 +107,7 @@ class MeshTrainer:
         schedule = config.instructions()
         ranks = stage_ranks(schedule)
         cuts = config.cut(layers, len(ranks))
-        plan = {**config.plan, **OWN_PLAN}  # the first pattern that fits is taken
+        plan = plan_of(config.plan, is_ours=workload.sizes is not None)
         self.slots: list[Slot] = []
         self._stages: dict[int, StageCompute] = {}
         tied: set[str] = set()

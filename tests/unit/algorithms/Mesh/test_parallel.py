@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from smolcluster.algorithms.Mesh import parallel
-from smolcluster.configs.schema import MeshSizes
+from smolcluster.configs.schema import GPTConfig, MeshSizes
 from smolcluster.errors import ConfigError
+from smolcluster.models.gpt import GPT
 from smolcluster.training.stages.cut import Stage
 from smolcluster.training.stages.huggingface import HuggingFaceStage
 
@@ -32,7 +33,7 @@ def stage() -> HuggingFaceStage:
 
 
 def cut(
-    stage: HuggingFaceStage, plan: dict[str, parallel.Style], monkeypatch: pytest.MonkeyPatch
+    stage: Stage, plan: dict[str, parallel.Style], monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[int, int, str]]:
     """Inputs and outputs of the layers that are cut, and how each is."""
     made: list[tuple[int, int, str]] = []
@@ -42,7 +43,7 @@ def cut(
 
     monkeypatch.setattr(parallel, "parallelize_module", note)
     groups: Any = SimpleNamespace(mesh={"tp": None}, sizes=MeshSizes(tp=2))
-    parallel._cut_layers(stage, {**plan, **parallel.OWN_PLAN}, groups)
+    parallel._cut_layers(stage, parallel.plan_of(plan, is_ours=False), groups)
     return made
 
 
@@ -65,6 +66,33 @@ def test_attention_of_a_model_without_a_plan_is_not_cut(
 ) -> None:
     with pytest.raises(ConfigError, match=r"names .*q_proj, .* MLPs alone"):
         cut(stage, {"*.q_proj": "column", "*.fc1": "column", "*.fc2": "row"}, monkeypatch)
+
+
+def test_of_a_gpt_in_another_model_heads_are_cut_as_they_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = GPTConfig(model_dim=8, num_layers=1, num_heads=4, ff_dim=16, max_seq_len=4, dropout=0)
+    model = nn.ModuleDict({"inner": GPT(config, 24)})
+    made = cut(Stage(model, [model], 0, 1), {"*.c_fc": "column"}, monkeypatch)
+    assert made[:2] == [(8, 24, "ColwiseParallel"), (8, 8, "RowwiseParallel")]
+
+
+def test_attention_that_is_called_as_a_gpts_but_is_none_stays_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attention = nn.ModuleDict({"c_attn": nn.Linear(8, 24), "c_proj": nn.Linear(8, 8)})
+    mlp = nn.ModuleDict({"c_fc": nn.Linear(8, 16), "c_proj": nn.Linear(16, 8)})
+    block = nn.ModuleDict({"attn": attention, "mlp": mlp})
+    model = nn.ModuleDict({"h": nn.ModuleList([block])})
+    made = cut(Stage(model, [model], 0, 1), {}, monkeypatch)
+    assert made == [(8, 16, "ColwiseParallel"), (16, 8, "RowwiseParallel")]
+
+
+def test_what_a_sharding_file_says_of_a_layer_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = {"fc1": nn.Linear(8, 4), "fc2": nn.Linear(4, 16), "fc3": nn.Linear(16, 2)}
+    model = nn.ModuleDict(layers)
+    made = cut(Stage(model, [model], 0, 1), {"fc2": "column", "fc3": "row"}, monkeypatch)
+    assert made == [(4, 16, "ColwiseParallel"), (16, 2, "RowwiseParallel")]
 
 
 def transposed() -> nn.Linear:
