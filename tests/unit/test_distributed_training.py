@@ -14,7 +14,7 @@ import smolcluster
 from smolcluster import distributed_training
 from smolcluster.algorithms.children import spawned
 from smolcluster.algorithms.Mesh.config import MeshConfig
-from smolcluster.algorithms.Mesh.ranks import ranks_of
+from smolcluster.algorithms.Mesh.ranks import place_here, ranks_of
 from smolcluster.configs.schema import MeshSizes, ProfileConfig
 from smolcluster.distributed_training import configuration, overrides_of, parser
 from smolcluster.errors import ConfigError, LaunchError
@@ -26,6 +26,16 @@ RANK_NAMES = (
     "JOB_COMPLETION_INDEX",
     "KUBERNETES_SERVICE_HOST",
 )
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NTASKS": "4",
+}
+"""In a job of Slurm, whose script is a process as well."""
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
 CONFIGS = Path(smolcluster.__file__).parent / "configs"
 
@@ -40,7 +50,7 @@ CONFIGS = Path(smolcluster.__file__).parent / "configs"
         ({"RANK": "5", "WORLD_SIZE": "8"}, {"rank": 4, "num_here": 4}, range(5, 6), True),
         ({"SLURM_PROCID": "2", "SLURM_NTASKS": "4"}, {}, range(2, 3), True),
         ({"SLURM_PROCID": "2"}, {"world_size": 4}, range(2, 3), True),
-        ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}, {}, range(2, 3), True),
+        (MPIRUN, {}, range(2, 3), True),
         ({"WORLD_SIZE": "4", "JOB_COMPLETION_INDEX": "2"}, {}, range(2, 3), True),
         ({"WORLD_SIZE": "4", "JOB_COMPLETION_INDEX": "1"}, {"num_here": 2}, range(2, 4), False),
         ({"WORLD_SIZE": "4", "HOSTNAME": "train-3", **POD}, {}, range(3, 4), True),
@@ -53,6 +63,22 @@ def test_which_ranks_a_command_is(
 ) -> None:
     ranks = ranks_of(environ, **flags)  # type: ignore[arg-type]
     assert (ranks.here, ranks.is_process) == (here, is_process)
+
+
+@pytest.mark.parametrize(
+    ("environ", "place"),
+    [
+        ({}, (0, 1)),
+        ({"LOCAL_RANK": "3"}, (3, 1)),
+        ({"SLURM_LOCALID": "3", "SLURM_NTASKS_PER_NODE": "4"}, (3, 4)),
+        (MPIRUN, (1, 2)),
+        ({"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, (1, 2)),
+    ],
+)
+def test_which_rank_of_its_machine_a_process_is(
+    environ: Mapping[str, str], place: tuple[int, int]
+) -> None:
+    assert place_here(environ) == place
 
 
 def test_where_rank_0_is() -> None:

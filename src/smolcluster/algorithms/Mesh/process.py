@@ -15,7 +15,7 @@ from smolcluster.algorithms.Mesh import loop
 from smolcluster.algorithms.Mesh.config import MeshConfig, check_tags, pick_backend
 from smolcluster.algorithms.Mesh.groups import Groups, check_torch, own_device
 from smolcluster.algorithms.Mesh.meeting import is_elsewhere, open_store, together
-from smolcluster.algorithms.Mesh.ranks import Ranks
+from smolcluster.algorithms.Mesh.ranks import Ranks, place_here
 from smolcluster.algorithms.Mesh.watch import Failure, launcher_gone
 from smolcluster.algorithms.owner import Owner, own_run
 from smolcluster.algorithms.process import process_log
@@ -70,9 +70,7 @@ def be_rank(
     rank, node = ranks.here.start, node or platform.node()
     config = settings.of(MeshConfig)
     device = device_for(config, settings)
-    num_here = int(
-        os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1
-    )
+    _, num_here = place_here(os.environ)
     use_threads(settings.node.threads or max(1, (os.cpu_count() or 1) // num_here))
     console = SteadyConsole(stderr=True)
     with process_log("rank", node, rank or None, console=console) as log:
@@ -122,7 +120,7 @@ def device_for(config: MeshConfig, settings: Settings) -> torch.device:
         ConfigError: this machine cannot do that, or its ranks cannot be connected.
     """
     check_torch()
-    local = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+    local, _ = place_here(os.environ)
     device = own_device(settings.node.device, local, "take a parameter server")
     check_tags(pick_backend(config.backend, device.type), config.mesh.pp, "mesh.pp")
     return device

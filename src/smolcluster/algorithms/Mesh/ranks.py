@@ -7,11 +7,21 @@ from smolcluster.errors import ConfigError
 
 RANK_VARIABLES = (
     ("RANK", "WORLD_SIZE"),
-    ("SLURM_PROCID", "SLURM_NTASKS"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS"),
 )
-"""Of torchrun, srun, and two of mpirun: this process's rank, and how many there are."""
+"""Of torchrun, two of mpirun, and srun: this process's rank, and how many there are.
+
+What mpirun starts in a job of Slurm has the job's own variables as well.
+"""
+PLACE_VARIABLES = (
+    ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+)
+"""Of the same: which of this machine's ranks this process is, and how many there are."""
 POD_INDEX = "JOB_COMPLETION_INDEX"
 """Which pod of an Indexed Job of Kubernetes this is."""
 IN_POD = "KUBERNETES_SERVICE_HOST"
@@ -87,6 +97,15 @@ def ranks_of(
         return _checked(Ranks(range(size), size, size == 1, address, free))
     here = range(rank, rank + (num_here or 1))
     return _checked(Ranks(here, size, len(here) == 1, address, _port(environ, port)))
+
+
+def place_here(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Which of this machine's ranks this process is, and how many there are; else the only one."""
+    places, sizes = (
+        [int(environ[name]) for name in names if environ.get(name)]
+        for names in zip(*PLACE_VARIABLES, strict=True)
+    )
+    return next(iter(places), 0), next(iter(sizes), 1)
 
 
 def _port(environ: Mapping[str, str], stated: int | None) -> int:
