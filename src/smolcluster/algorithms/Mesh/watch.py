@@ -123,7 +123,7 @@ class Judge:
             beats: the newest one of each rank that has had any.
             lost: the rank that has lost a connection first.
         """
-        if now - self._looked > self._silence_s / 2:  # it was this process that stood still
+        if _stood_still(now - self._looked, self._silence_s):
             self._heard = dict.fromkeys(self._heard, now)
             self._moved = now
         self._looked = now
@@ -364,7 +364,7 @@ class Watch:
         looked = time.monotonic()
         while not self._closing.wait(BEAT_S):
             now = time.monotonic()
-            if now - looked > self._silence_s / 2:  # this process was stopped, and goes on
+            if _stood_still(now - looked, self._silence_s):
                 self._store_answered_at = now
             looked = now
             if (ended := self._look()) is not None:
@@ -402,6 +402,11 @@ class Watch:
             self._log.error("%s; rank %d waits still, and is ended", self.failure, self.rank)
             time.sleep(BEAT_S / 2)  # for the log
             self._leave(TryAgain.exit_code)
+
+
+def _stood_still(pause_s: float, silence_s: float) -> bool:
+    """Whether this process was stopped between two looks, so that others' silence means nothing."""
+    return pause_s > max(silence_s / 2, 2 * BEAT_S)
 
 
 def told_beat(text: bytes) -> Beat | None:

@@ -76,6 +76,15 @@ def test_of_a_mesh_that_hangs_the_rank_is_named_that_waits_for_nobody() -> None:
     assert found.reason.endswith("; raise it")
 
 
+def test_a_silence_that_is_hardly_longer_than_a_beat_is_one() -> None:
+    limit = 1.5 * watching.BEAT_S
+    judging, found = Judge(silence_s=limit, hang_timeout_s=limit, now=0), None
+    for number in range(1, 20):
+        beats = {0: beat(number, number), 1: beat(min(number, 10), 3)}
+        found = found or judging.judge(beats, 1.01 * watching.BEAT_S * number, None)
+    assert found is not None and found.rank == 1
+
+
 def test_where_no_rank_gets_on_one_that_says_nothing_is_named_first() -> None:
     judging, found, second = Judge(silence_s=30, hang_timeout_s=30, now=0), None, 0
     while found is None:
