@@ -79,7 +79,8 @@ class MeshLinks(Transport):
         """Send to the stage that takes it; returns at once.
 
         Raises:
-            ConfigError: it is no tensor, or has another shape than the first one of this size.
+            ConfigError: it is no tensor of floating point, or has another shape than the first one of this
+                size.
         """
         forward, target, _ = key = _key(instruction, instruction.target)
         if forward and not isinstance(result, Tensor):
@@ -120,6 +121,12 @@ class MeshLinks(Transport):
 
     def _tell_shape(self, key: Key, tensor: Tensor) -> None:
         _, stage, _ = key
+        if tensor.dtype not in DTYPES or tensor.ndim > MOST_DIMENSIONS:
+            raise ConfigError(
+                f"the last layer of stage {stage - 1} returns a tensor of {tensor.dtype} and shape "
+                f"{list(tensor.shape)}, but stages of a mesh send floating point of at most "
+                f"{MOST_DIMENSIONS} dimensions: cut the model elsewhere, or set mesh.pp to 1"
+            )
         known = (tensor.dtype, list(tensor.shape))
         first = self._shapes.setdefault(self._place(key), known)
         if first is known:

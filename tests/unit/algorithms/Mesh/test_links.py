@@ -66,6 +66,12 @@ def test_layers_that_return_more_than_a_tensor_are_named(links: MeshLinks) -> No
         links.send(instruction(Op.FORWARD), (torch.zeros(1), torch.zeros(1)))
 
 
+@pytest.mark.parametrize("output", [torch.zeros(3, dtype=torch.int64), torch.zeros([1] * 9)])
+def test_what_no_stage_can_receive_is_refused(links: MeshLinks, output: Tensor) -> None:
+    with pytest.raises(ConfigError, match=r"of stage 1 returns a tensor of torch\..*mesh\.pp to 1"):
+        links.send(instruction(Op.FORWARD), output)
+
+
 def test_outputs_of_as_many_samples_must_have_one_shape(
     links: MeshLinks, sent: list[tuple[int, Tensor]]
 ) -> None:
