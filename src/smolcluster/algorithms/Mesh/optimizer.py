@@ -68,7 +68,8 @@ class MeshOptimizer:
         """The L2 norm of the whole gradient, of which each rank has parts, some ranks the same."""
         sizes = self._groups.sizes
         own = sum(
-            float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2 / slot.copies(sizes)
+            float(torch.linalg.vector_norm(gradient, dtype=torch.float64).square())
+            / slot.copies(sizes)
             for slot, gradient in zip(self.slots, gradients, strict=True)
         )
         [total] = self._groups.total(own)

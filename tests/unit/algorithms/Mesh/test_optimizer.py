@@ -1,5 +1,6 @@
 """The rules of a mesh's rank: each steps its parts as one process does, and its state goes and comes back."""
 
+import math
 from types import SimpleNamespace
 from typing import cast
 
@@ -35,7 +36,7 @@ def slots() -> list[Slot]:
 
 
 def optimizer_of(spec: OptimizerSpec, own: list[Slot]) -> MeshOptimizer:
-    groups = SimpleNamespace(sizes=MeshSizes())
+    groups = SimpleNamespace(sizes=MeshSizes(), total=lambda *values: list(values))
     return MeshOptimizer(own, spec, DECAY, cast("Groups", groups))
 
 
@@ -81,3 +82,10 @@ def test_an_empty_state_begins_anew(spec: OptimizerSpec) -> None:
     train(first, range(3))
     train(second, range(3))
     assert all(map(torch.equal, weights(one), weights(two)))
+
+
+def test_the_norm_of_a_gradient_that_has_grown_out_of_bounds_is_infinite() -> None:
+    own = [Slot("weight", nn.Parameter(torch.zeros(2, 2, dtype=torch.float64)), (2, 2))]
+    optimizer = optimizer_of(OptimizerSpec("sgd"), own)
+    assert optimizer.norm([torch.full((2, 2), 3.0, dtype=torch.float64)]) == 6
+    assert optimizer.norm([torch.full((2, 2), 1e200, dtype=torch.float64)]) == math.inf
