@@ -322,14 +322,15 @@ def ssh_options(*, terminal: bool = False) -> list[str]:
     What people set for their own use of a machine is left out: a command that opens tmux there, a terminal,
     ports that are forwarded. `terminal`: the command needs one.
     """
-    folder = str(control_folder()).replace("%", "%%")
+    path = f"{str(control_folder()).replace('%', '%%')}/%C"
     options = {
         "BatchMode": "yes",
         "ConnectTimeout": str(CONNECT_TIMEOUT_S),
         "ServerAliveInterval": "5",
         "ServerAliveCountMax": "3",
         "ControlMaster": "auto",
-        "ControlPath": f'"{folder}/%C"',  # a home may have blanks in its path
+        # A home may have blanks in its path. Elsewhere no quotes: macOS' rsync takes those in its -e for text.
+        "ControlPath": path if shlex.quote(path) == path else f'"{path}"',
         "ControlPersist": str(PERSIST_S),
         "RemoteCommand": "none",
         "RequestTTY": "yes" if terminal else "no",

@@ -9,7 +9,7 @@ import pytest
 
 from reading import fake_ssh, launched_run, server, status_of, worker, write
 from smolcluster.errors import LaunchError
-from smolcluster.launch.host import Host
+from smolcluster.launch.host import Host, ssh_options
 from smolcluster.launch.watch import fetch as fetching
 from smolcluster.launch.watch.fetch import (
     RemoteFiles,
@@ -220,6 +220,16 @@ def test_the_remote_command_is_right_for_every_login_shell(tmp_path: Path, there
         env = os.environ | {"HOME": str(there)}
         done = subprocess.run([shell, "-c", line], env=env, capture_output=True, check=True)
         assert b"rsync" in done.stdout
+
+
+def test_macos_rsync_which_knows_no_quotes_splits_the_way_there_as_it_is_meant(
+    tmp_path: Path, there: Path
+) -> None:
+    paths = launched_run(tmp_path / "runs", server())
+    [part] = parts_of(read_launched(paths.launched), paths, checkpoints=True)
+    command = rsync_command(part)
+    words = command[command.index("-e") + 1].split(" ")
+    assert words == ["ssh", *ssh_options(), "--", "pi@mini1"]
 
 
 @pytest.mark.parametrize(
