@@ -138,7 +138,9 @@ class NewLines:
         """The lines that have come, in the order of time; of a file's many the newest."""
         entries, is_all = [], True
         for stem, path in files.items():
-            tail = self._tails.setdefault(stem, Tail(path))
+            tail = self._tails.get(stem)
+            if tail is None or tail.path != path:  # a copy that grows, in place of one that was fetched
+                tail = self._tails[stem] = Tail(path)
             near = _written_at(path)
             come = tail.poll()
             is_all = is_all and len(come) <= MAX_NEW

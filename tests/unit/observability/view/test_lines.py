@@ -146,6 +146,14 @@ def test_new_lines_are_those_that_come_later(tmp_path: Path) -> None:
     assert new.poll(files(run)) == Found([], True)
 
 
+def test_a_copy_that_grows_is_followed_in_place_of_what_was_fetched_before(tmp_path: Path) -> None:
+    run, there = talkative(tmp_path / "here"), talkative(tmp_path / "copies")
+    new = NewLines(files(run))
+    there.says("worker", "pi5", 0, ("INFO", "again"))
+    come = new.poll(log_files([there.paths.logs, run.paths.logs])).entries
+    assert "again" in {entry["message"] for entry in come}
+
+
 def test_of_a_burst_the_newest_are_handed_out_and_it_is_said_that_there_are_others(
     tmp_path: Path,
 ) -> None:
