@@ -88,6 +88,17 @@ def test_where_not_all_events_come_their_counts_are_at_least(
         view.folder.close()
 
 
+def test_a_machine_that_joins_later_is_heard_too(tmp_path: Path, elsewhere: RunPaths) -> None:
+    paths = launched_run(tmp_path / "runs", server())
+    mirror = Mirror(paths, tmp_path / "copies" / "r1")
+    try:
+        launched_run(tmp_path / "runs", server(), worker(0, "pi5", "pi@pi5"))
+        mirror.look()
+        eventually(lambda: "worker-rank0-pi5" in View(mirror).log_files())
+    finally:
+        mirror.close()
+
+
 def test_a_resumed_runs_old_summary_goes_away(tmp_path: Path, elsewhere: RunPaths) -> None:
     paths = launched_run(tmp_path / "runs", server(), worker(0, "pi5", "pi@pi5"))
     MadeRun(elsewhere.root.parent, "r1").summary()

@@ -65,7 +65,7 @@ class Mirror(Folder):
         num_lines: int | None = None,
     ) -> None:
         super().__init__(paths)
-        self._launched = launched = launched_of(paths)
+        launched = launched_of(paths)
         self._is_whole = launched is None or is_wholly_here(launched, paths)
         self.is_here = launched is None or self._is_whole or is_here(launched.server, paths)
         self._ask = ask
@@ -124,8 +124,8 @@ class Mirror(Folder):
             if self._newest is not None:
                 last = self.snapshot()
                 read = replace(read, status=last.status, summary=last.summary, now=last.now)
-        if self._launched is not None and self._launched.is_group and not self._is_whole:
-            self._follow_logs()  # its ranks begin theirs by and by
+        if not self._is_whole:
+            self._follow_logs()  # who joins, and the ranks of a group, begin theirs by and by
         self._newest, self._failure = (read, time.monotonic()), None
         return read
 
