@@ -382,6 +382,10 @@ def test_log_lines_are_shown_that_the_stream_did_not_bring(
     browser.get(address.replace(f":{port}/", f":{proxy.port}/"))
     eventually(lambda: "is lost" in text_of(browser, "#log-lines"))
 
+    two_lines = "two\N{LINE SEPARATOR}lines"
+    run.says("server", "mini1", None, ("INFO", two_lines))
+    eventually(lambda: two_lines in text_of(browser, "#log-lines"))
+
     proxy.cut()
     run.says("server", "mini1", None, ("INFO", "said meanwhile"))
     eventually(lambda: "said meanwhile" in text_of(browser, "#log-lines"))
@@ -537,6 +541,19 @@ def test_without_the_token_the_browser_shows_what_to_do(
     browser.get(address.partition("#")[0])
     eventually(lambda: "open the whole address" in text_of(browser, "#problems"))
     assert "edp-first" not in text_of(browser, "body")
+
+
+def test_a_browser_that_keeps_nothing_has_the_token_from_the_address(
+    processes: Processes, browser: Chrome
+) -> None:
+    made_runs(processes)
+    _, address = dashboard(processes, "edp-first")
+    refused = "Object.defineProperty(window, 'localStorage', { get() { throw new Error(); } })"
+    on_each_page = "ScriptToEvaluateOnNewDocument"
+    added = browser.execute_cdp_cmd(f"Page.add{on_each_page}", {"source": refused})
+    browser.get(address)
+    eventually(lambda: "edp-first" in text_of(browser, "body"))
+    browser.execute_cdp_cmd(f"Page.remove{on_each_page}", added)
 
 
 def test_stages_of_a_pipeline_have_columns_and_links_between_them(

@@ -9,10 +9,12 @@ const UNKNOWN = "This page needs its token: open the whole address that `smolclu
 /** The token that came behind the # of the printed address, which browsers send nobody; kept for this address and port. */
 const token = (() => {
   const given = new URLSearchParams(location.hash.slice(1)).get("token");
-  if (given === null) return localStorage.getItem(KEY) ?? "";
-  localStorage.setItem(KEY, given);
-  history.replaceState(null, "", location.pathname + location.search);
-  return given;
+  try {
+    if (given === null) return localStorage.getItem(KEY) ?? "";
+    localStorage.setItem(KEY, given);
+    history.replaceState(null, "", location.pathname + location.search);
+  } catch { /* a browser that keeps nothing: the address keeps it */ }
+  return given ?? "";
 })();
 
 class Refused extends Error {}
@@ -67,7 +69,7 @@ async function read(reader, on, signal) {
 function tell(block, on) {
   const fields = { event: "", data: "" };
   for (const line of block.split("\n")) {
-    const [, name, value] = line.match(/^(\w+): ?(.*)$/) ?? [];
+    const [, name, value] = line.match(/^(\w+): ?(.*)$/s) ?? [];
     if (name in fields) fields[name] += value;
   }
   if (fields.data) on[fields.event]?.(JSON.parse(fields.data));
