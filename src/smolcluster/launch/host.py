@@ -329,7 +329,7 @@ def ssh_options(*, terminal: bool = False) -> list[str]:
         "ServerAliveInterval": "5",
         "ServerAliveCountMax": "3",
         "ControlMaster": "auto",
-        # A home may have blanks in its path. Elsewhere no quotes: macOS' rsync takes those in its -e for text.
+        # A home may have blanks in its path. Else no quotes: macOS' rsync takes those in its -e for text.
         "ControlPath": path if shlex.quote(path) == path else f'"{path}"',
         "ControlPersist": str(PERSIST_S),
         "RemoteCommand": "none",
