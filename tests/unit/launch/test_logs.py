@@ -226,6 +226,8 @@ def test_the_ranks_that_a_scheduler_has_started_have_their_logs_here(
     assert [line.split()[-1] for line in shown(paths, capsys, node="host2")] == [*RANKS][2:]
     [line] = shown(paths, capsys, rank=0, role="rank")
     assert line.startswith("rank 0 (host1)")
+    found = [json.loads(line) for line in shown(paths, capsys, as_json=True)]
+    assert [line["rank"] for line in found] == [0, 1, 2]
     [line] = shown(paths, capsys, rank=2, role="rank")
     assert line.startswith("rank 2 (host2)")
     with pytest.raises(ConfigError, match="--rank 3: the run's ranks are: rank 0"):

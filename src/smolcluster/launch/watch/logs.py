@@ -295,11 +295,12 @@ class LogView:
 
     @staticmethod
     def _print_json(source: LaunchedProcess, line: LogLine) -> None:
+        is_owner = source.role == "rank" and source.rank is None  # its log has no number
         values = {
             "ts": utc_timestamp(line.seconds),
             "node": source.node,
             "role": source.role,
-            "rank": source.rank,
+            "rank": 0 if is_owner else source.rank,
             "level": line.level,
             "message": line.message,
             "exception": line.exception or None,
