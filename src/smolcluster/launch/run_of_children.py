@@ -73,7 +73,7 @@ class RunOfChildren(Run):
             "Loading PyTorch takes each of them some seconds"
         )
         self._note_what_was()
-        self._metrics.poll()  # what it has done before is shown no more
+        self._metrics.skip()  # what it has done before is shown no more
         processes = self._launched.processes
         width = max(len(process.title) for process in processes)
         try:

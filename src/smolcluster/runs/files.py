@@ -367,6 +367,11 @@ class Follower(Generic[T]):
         self._tail = Tail(path)
         self._parse = parse
 
+    def skip(self) -> None:
+        """Leave out what is there now, however much that is."""
+        while self._tail.poll():
+            pass
+
     def poll(self) -> list[T]:
         """The records that are new and whole; none while the file cannot be read."""
         found: list[T] = []

@@ -249,6 +249,16 @@ def test_after_a_crash_the_next_record_begins_on_its_own_line(tmp_path: Path) ->
     assert follower(path).poll() == [{"n": 1}, {"n": 3}]
 
 
+def test_what_is_there_can_be_left_out_unread(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b'{"n": 1}\n{"n"')
+    following = follower(path)
+    following.skip()
+    with path.open("ab") as file:
+        file.write(b": 2}\n")
+    assert following.poll() == [{"n": 2}]
+
+
 def test_what_is_not_an_object_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     deep = b"[" * 100_000
