@@ -42,7 +42,7 @@ def ship(
         ConfigError: the address or the folder is wrong.
         RunBusy: another process ships these logs.
         TryAgain: with `once`: not all of it could be pushed.
-        SmolclusterError: with `once`: Loki has refused some of it.
+        SmolclusterError: with `once`: Loki has refused some of it, or it cannot be read.
     """
     loki, lock = LokiClient(base), logs / LOCK
 
@@ -54,7 +54,7 @@ def ship(
         if once:
             arrived = shipper.flush(ONCE_S, patient=True)
             loki.close()
-            if shipper.refusal:
+            if shipper.refusal or shipper.unreadable:
                 raise SmolclusterError(_left(shipper, logs, base))
             if not arrived:
                 raise TryAgain(f"{_left(shipper, logs, base)}: is Loki up?")
@@ -66,6 +66,8 @@ def ship(
 def _left(shipper: Shipper, logs: Path, base: str) -> str:
     if shipper.refusal:
         return f"{base} has refused some of the logs in {logs}, which stay there: {shipper.refusal}"
+    if shipper.unreadable:
+        return shipper.unreadable
     return f"{format_bytes(shipper.spool.left_nbytes())} of logs have not been pushed to {base}"
 
 

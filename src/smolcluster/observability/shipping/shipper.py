@@ -43,6 +43,8 @@ class Shipper:
         self._delays = _delays()
         self.refusal = ""
         """Why Loki did not take some lines; empty: it took all that it was given."""
+        self.unreadable = ""
+        """Why the logs could not be read at the last try, in a sentence; empty: they could."""
 
     def run(self, asked: threading.Event, flush_s: float) -> bool:
         """Push until `asked`, then what is left within `flush_s` seconds; whether all of it arrived."""
@@ -64,7 +66,7 @@ class Shipper:
             if deadline.expired:
                 return False
             time.sleep(min(delay_s, deadline.remaining()))
-        return not self.refusal
+        return not (self.refusal or self.unreadable)
 
     def step(self, *, at_end: bool = False) -> float | None:
         """Push one batch; returns the seconds after which to try the next, None: there is none.
@@ -72,10 +74,12 @@ class Shipper:
         Where a batch was refused, or cannot be stored, who ships these logs anew begins with it.
         """
         lost_nbytes = self.spool.lost_nbytes
+        self.unreadable = ""
         try:
             batch = self._waiting = self._waiting or self.spool.next_batch(at_end=at_end)
         except OSError as error:
-            self._warn(f"the logs in {self.spool.folder} cannot be read: {error.strerror}")
+            self.unreadable = f"the logs in {self.spool.folder} cannot be read: {error.strerror}"
+            self._warn(self.unreadable)
             return None
         if lost_nbytes := self.spool.lost_nbytes - lost_nbytes:
             self._warn(f"{lost_nbytes:,} bytes of logs were removed before Loki had them")

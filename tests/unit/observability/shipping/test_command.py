@@ -1,5 +1,6 @@
 """`smolcluster ship` as a process."""
 
+import errno
 import json
 import os
 import signal
@@ -8,13 +9,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from loki import Fault, Receiver, receiving
 from smolcluster.cli import main
 from smolcluster.observability.shipping import command
-from smolcluster.observability.shipping.spool import STATE
+from smolcluster.observability.shipping.spool import STATE, Spool
 from tiers import at_night
 
 TIMEOUT_S = 90.0
@@ -161,6 +163,19 @@ def test_once_fails_where_loki_refuses_lines_and_tries_them_again(
     assert not (logs / STATE).exists()
     assert main(["ship", str(logs.parent), "--loki", receiver.url, "--once"]) == 0
     assert receiver.received.texts() == ["one", "two"]
+
+
+def test_once_fails_where_a_log_cannot_be_read(
+    logs: Path,
+    receiver: Receiver,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    denied = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
+    monkeypatch.setattr(Spool, "next_batch", denied)
+    assert main(["ship", str(logs.parent), "--loki", receiver.url, "--once"]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error == f"error: the logs in {logs} cannot be read: Permission denied"
 
 
 @pytest.mark.parametrize(
