@@ -114,6 +114,8 @@ def open_records(
     metrics = Metrics(sinks)
     with ExitStack() as closing:
         closing.callback(metrics.close)
+        for board in boards:
+            closing.callback(board.abandon)  # a disk that hangs is waited for once
         writers = (lines, events, spans)
         others: list[SeriesFile | TensorBoardSink] = [series, *boards]
         closing.enter_context(_written_beside(writers, others, status, log.logger))

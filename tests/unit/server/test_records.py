@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tensorboardX.record_writer import RecordWriter
 
 from harness import local_settings
 from smolcluster.observability.logs import NodeLog
@@ -41,9 +42,11 @@ def log() -> Iterator[NodeLog]:
 
 
 def opened(
-    paths: RunPaths, log: NodeLog, progress: Console | None = None
+    paths: RunPaths, log: NodeLog, progress: Console | None = None, *, tensorboard: bool = False
 ) -> AbstractContextManager[Records]:
     run = local_settings().run_config("r1", "edp")
+    train = run.train.model_copy(update={"tensorboard": tensorboard})
+    run = run.model_copy(update={"train": train})
     return open_records(paths, run, role="server", node="here", log=log, progress=progress)
 
 
@@ -115,6 +118,27 @@ def test_a_disk_that_hangs_holds_up_neither_a_step_nor_the_end(
     with paths.metrics.open("rb") as reader:
         paths.metrics.unlink()
         assert reader.read(1)
+
+
+def test_a_disk_that_tensorboard_waits_for_does_not_hold_up_the_end(
+    paths: RunPaths, log: NodeLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SPACE_S", "HANG_S"):
+        monkeypatch.setattr(records_module, name, 0.1)
+    over, waiting, close = threading.Event(), dict[str, RecordWriter](), RecordWriter.close
+
+    def hang(writer: RecordWriter) -> None:
+        waiting[threading.current_thread().name] = writer
+        over.wait(DEADLINE_S)
+
+    monkeypatch.setattr(RecordWriter, "flush", hang)
+    monkeypatch.setattr(RecordWriter, "close", hang)
+    with opened(paths, log, tensorboard=True) as records:
+        tell(records)
+        eventually(lambda: waiting)
+    over.set()
+    close(waiting["records"])
+    assert len(waiting) == 1, "nobody else has waited"
 
 
 def test_a_terminal_that_hangs_holds_nothing_up(

@@ -54,8 +54,13 @@ class TensorBoardSink:
 
     def close(self) -> None:
         """Write the rest and close the file, in the thread that ticks; then this does nothing."""
-        self.tick()
-        self._end()
+        if not self._is_off:
+            self.tick()
+            self._end()
+
+    def abandon(self) -> None:
+        """Write nothing any more, whether the disk takes it or not; any thread."""
+        self._is_off = True
 
     def _end(self) -> None:
         self._is_off = True
