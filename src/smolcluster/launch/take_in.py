@@ -97,7 +97,7 @@ def join_cluster(paths: RunPaths, launched: Launched, wanted: JoinOptions) -> in
 
     Raises:
         Rejected: all of it is alive.
-        LaunchError: the run is over, or the machine is not fit.
+        LaunchError: the run is over or was started again meanwhile, or the machine is not fit.
         ConfigError: the name is missing, or a setting of the machine is wrong.
     """
     if not (paths.root / CLUSTER_FILE).is_file():
@@ -147,7 +147,7 @@ def join_cluster(paths: RunPaths, launched: Launched, wanted: JoinOptions) -> in
             if code is not None and packed.is_file():
                 put_code(host, process.run_dir, packed.read_bytes(), code)
         _put_cluster_file(one_of_each, file)
-        with _kept_as(file, paths):
+        with _kept_as(file, paths, launched):
             for process in processes:
                 run.add(process)
         if any(each.role == SHIPPER for each in launched.shippers):
@@ -164,8 +164,16 @@ def _put_cluster_file(processes: Iterable[LaunchedProcess], file: Path) -> None:
 
 
 @contextmanager
-def _kept_as(file: Path, paths: RunPaths) -> Iterator[None]:
-    """Keep this as the run's cluster file; if the block fails, the one from before is back."""
+def _kept_as(file: Path, paths: RunPaths, launched: Launched) -> Iterator[None]:
+    """Keep this as the cluster file of a run that is still the one that was `launched`.
+
+    If the block fails, the one from before is back.
+
+    Raises:
+        LaunchError: the run has been started again: making a machine ready may take long.
+    """
+    if read_launched(paths.launched) != launched:
+        raise LaunchError(f"run {paths.run_id} was started again meanwhile: join it once more")
     kept = paths.root / CLUSTER_FILE
     before = kept.read_bytes()
     remember(paths.run_id, CLUSTER_FILE, file.read_bytes())

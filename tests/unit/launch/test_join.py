@@ -29,7 +29,7 @@ from smolcluster.launch.kept import StoredOptions, check_launched_here, keep
 from smolcluster.launch.project import Project
 from smolcluster.launch.run_in_sessions import RunInSessions
 from smolcluster.launch.take_in import JoinOptions, with_worker
-from smolcluster.runs.launched import Launched, LaunchedProcess, write_launched
+from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched, write_launched
 from smolcluster.runs.paths import RunPaths, create_run
 from smolcluster.runs.status import write_status
 from smolcluster.wire.dialling import Address
@@ -281,6 +281,24 @@ def test_who_joins_is_told_what_the_launch_was_and_is_kept_only_if_it_comes(
     assert (kept.read_bytes() == before) is not comes
     assert brought.keys() == ({"mini9"} if place != "local" else set())
     check_launched_here(paths)
+
+
+def test_a_run_that_was_resumed_while_a_machine_was_made_ready_stays_as_it_is(
+    launched: tuple[RunPaths, Launched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths, before = launched
+    kept, resumed = (paths.root / "launch/cluster.yaml").read_bytes(), before.resumed()
+
+    def resume(*_: object, **__: object) -> None:
+        write_launched(paths.launched, resumed)
+
+    monkeypatch.setattr(taking_in, "make_ready", resume)
+    monkeypatch.setattr(taking_in, "put", Mock())
+    monkeypatch.setattr(RunInSessions, "add", Mock())
+    with pytest.raises(LaunchError, match="started again"):
+        taking_in.join_cluster(paths, before, JoinOptions("mini9", address="10.0.0.1"))
+    assert (paths.root / "launch/cluster.yaml").read_bytes() == kept
+    assert read_launched(paths.launched) == resumed
 
 
 def test_on_this_machine_a_launch_leaves_what_it_keeps_as_it_is(
