@@ -15,6 +15,7 @@ from smolcluster.launch.watch import tail as tailing
 from smolcluster.launch.watch.mirror import Mirror
 from smolcluster.launch.watch.page import opened
 from smolcluster.launch.watch.top.source import Source
+from smolcluster.observability.dashboard.app import Views
 from smolcluster.observability.view.view import View
 from smolcluster.runs.launched import read_launched
 from smolcluster.runs.paths import RunPaths
@@ -188,13 +189,23 @@ def test_a_look_that_fails_takes_nothing_away_that_was_seen(
         mirror.close()
 
 
-def test_a_run_that_was_fetched_is_read_here(tmp_path: Path, elsewhere: RunPaths) -> None:
+def test_a_run_that_was_fetched_is_read_here_until_it_is_resumed(
+    tmp_path: Path, elsewhere: RunPaths
+) -> None:
     paths = launched_run(tmp_path / "runs", server(), worker(0, "pi5", "pi@cut"))
     write_status(paths.status, status_of("ended", reason="all is applied"))
     write(paths.metrics, step_line(1))
     for process in read_launched(paths.launched).processes:
         write(paths.logs / f"{process.stem}.log", log_line(1, "hello"))
-    assert opened(paths, tmp_path / "copies").served == paths
+    views = Views(paths.root.parent, lambda chosen: opened(chosen, tmp_path / "copies"))
+    try:
+        fetched = views.get("r1")
+        assert fetched.folder.served == paths
+        assert views.get("r1") is fetched
+        paths.status.unlink()  # as a launch does with what it lets go on
+        assert views.get("r1").folder.served != paths
+    finally:
+        views.close()
 
 
 def test_a_server_here_is_read_here_and_only_the_others_logs_are_copied(

@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from smolcluster.errors import SmolclusterError
+from smolcluster.errors import DataError, SmolclusterError
 from smolcluster.launch.host import shell_path
 from smolcluster.launch.sessions import host_of
 from smolcluster.launch.watch.fetch import is_here
@@ -105,6 +105,13 @@ class Mirror(Folder):
     def problems(self) -> Sequence[str]:
         with self._lock:
             return list(self._problems.values())
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the run was over and fetched when it was opened, and has been resumed since."""
+        with suppress(DataError):
+            return self._is_whole and not is_wholly_here(launched_of(self.own), self.own)
+        return False
 
     def look(self) -> Snapshot:
         """Look how the run stands now.

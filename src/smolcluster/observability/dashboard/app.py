@@ -86,7 +86,9 @@ class Views:
         if paths is None:
             raise KeyError(name)
         with self._lock:
-            view = self._views.pop(paths.run_id, None) or View(self._opened(paths))
+            view = self._views.pop(paths.run_id, None)
+            if view is None or view.folder.is_outdated:
+                view = View(self._opened(paths))
             self._views[paths.run_id] = view
             self._streams[view] += 1
         try:

@@ -55,6 +55,11 @@ class Folder:
         """What cannot be read now, and what to do about it."""
         return ()
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether it has to be opened anew to see how the run goes on."""
+        return False
+
     def close(self) -> None:
         """Bring nothing more."""
 
