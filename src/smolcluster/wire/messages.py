@@ -459,7 +459,7 @@ class Commit(Message, kind=17):
     version: Count
     num_samples: Positive
     num_terms: Terms = 0.0
-    clip: Annotated[float, Field(ge=0, le=1)]
+    clip: Annotated[float, Field(ge=0)]
     is_skipped: bool = False
     learning_rate: Annotated[float, Field(ge=0)]
     tensor: TensorSpec | None = None

@@ -64,7 +64,7 @@ commits = st.builds(
     Commit,
     version=counts,
     num_samples=st.integers(1, 2**53),
-    clip=st.floats(0, 1),
+    clip=st.floats(0, allow_infinity=False),
     learning_rate=st.floats(0, allow_infinity=False),
     tensor=st.none() | st.integers(0, 2**40).map(tensor),
 )
@@ -176,7 +176,6 @@ def one(name: str) -> Message:
         ("Reduced", "num_buckets", 0),
         ("Reduced", "tensor", None),
         ("Commit", "num_samples", 0),
-        ("Commit", "clip", 1.5),
         ("Commit", "clip", -0.5),
         ("Commit", "learning_rate", -1.0),
         ("Cancel", "num_buckets", -1),

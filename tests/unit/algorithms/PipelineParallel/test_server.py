@@ -17,6 +17,8 @@ from smolcluster.algorithms.PipelineParallel.crew import Crew, Peer, Question, Q
 from smolcluster.algorithms.PipelineParallel.dealing import Dealer
 from smolcluster.algorithms.PipelineParallel.plan import Cut, even_cut, unmeasured
 from smolcluster.algorithms.PipelineParallel.server import Server, check_metrics
+from smolcluster.configs.schema import GradientClipping
+from smolcluster.data.permutation import Range
 from smolcluster.errors import ClusterEmpty, ConfigError
 from smolcluster.server.worker import Worker
 from smolcluster.server.worker_pool import Departed, Joined
@@ -25,10 +27,13 @@ from smolcluster.training.workload import OfLoss
 from smolcluster.utils.stopping import Interrupted
 from smolcluster.wire.membership import Member
 from smolcluster.wire.messages import (
+    Commit,
     EvaluateStages,
     Goodbye,
     HostPort,
+    LeaseKey,
     Listening,
+    StageDone,
     StageEvaluated,
     StageReady,
     WantState,
@@ -206,6 +211,24 @@ def test_a_run_whose_last_evaluation_is_known_is_over_when_it_is_resumed() -> No
     server.report.counts.version, server.report.counts.is_over = 5, True
     server.keeper.kept.state.step, server.keeper.kept.state.val_loss = 5, 0.5
     assert server.is_over
+
+
+def test_a_step_of_less_than_one_loss_term_is_taken() -> None:
+    """Such as of a few samples, whose terms are weighted by small weights of classes."""
+    server = Hand()
+    server.report.counts.version, server.train.learning_rate = 0, 0.1
+    server.train.gradient_clipping = GradientClipping(enabled=False)
+    server.feed, server.context.training, server.took_s = Mock(), Mock(), 0.1
+    server.context.training.recipe.schedule = lambda *_: 1.0
+    peer = server.join(1, "a")
+    server.deal(peer)
+    assert server.crew is not None
+    lease = LeaseKey(incarnation="here", epoch=0, start=0, stop=8, grant=1)
+    sums: dict[str, Any] = {"loss": 0.5, "num_terms": 0.25, "squared_norm": 0.25}
+    done = StageDone(attempt=1, lease=lease, seconds={}, **sums)
+    server.commit(server.crew, Range(0, 0, 8), [done])
+    *_, last = peer.worker.session.send.call_args_list  # type: ignore[union-attr]
+    assert last.args == (Commit(version=1, num_samples=8, clip=4.0, learning_rate=0.1),)
 
 
 def test_no_step_is_taken_once_an_evaluation_has_ended_the_run(
