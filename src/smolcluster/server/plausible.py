@@ -25,6 +25,10 @@ class PushRefused(NonFiniteLoss):
     """A push would ruin the server's weights: nothing of it has been applied."""
 
 
+class RefusedAgain(NonFiniteLoss):
+    """The server has refused what a worker has computed on the server's own weights: it must leave."""
+
+
 class Norms:
     """Norms of the newest pushes that were applied, and what is out of all proportion to them."""
 

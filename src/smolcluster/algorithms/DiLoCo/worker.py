@@ -44,7 +44,7 @@ from smolcluster.errors import NonFiniteLoss, ProtocolError
 from smolcluster.server.assignment import Assigned
 from smolcluster.server.buffers import buffer_frames
 from smolcluster.server.link import Link, wait_until
-from smolcluster.server.plausible import check_norm
+from smolcluster.server.plausible import RefusedAgain, check_norm
 from smolcluster.server.weights import WeightsArrived
 from smolcluster.training.build import TrainingContext
 from smolcluster.training.compute import BatchLoss
@@ -70,10 +70,6 @@ OWES_GRADIENTS = "owes_gradients"
 """What is kept under it says whether debts are of gradients: 1, or of changes: 0."""
 BUFFERS_WITH = 0
 """The fragment whose change brings what was added to the model's buffers."""
-
-
-class RefusedAgain(NonFiniteLoss):
-    """The server has refused a change that was computed on its own weights."""
 
 
 class Worker:

@@ -29,7 +29,7 @@ from smolcluster.errors import NonFiniteLoss
 from smolcluster.server.assignment import Assigned
 from smolcluster.server.buffers import BufferCollector, buffer_frames
 from smolcluster.server.link import Link, wait_until
-from smolcluster.server.plausible import check_norm
+from smolcluster.server.plausible import RefusedAgain, check_norm
 from smolcluster.server.push import GradientSender
 from smolcluster.server.store_client import StoreClient
 from smolcluster.server.weights import StateReceiver, WeightsArrived
@@ -102,6 +102,7 @@ class Worker:
 
         Raises:
             NonFiniteLoss: it came to NaN or infinity on weights that it had got because of just that.
+            RefusedAgain: the server has refused the push before, which was computed on such weights.
         """
         if self.must_restart:
             self.restart()
@@ -125,9 +126,11 @@ class Worker:
                     self.stores.flush()
             self.wait_until(lambda: self.unacknowledged is None)
             frames = self.frames(lease.lease, base_version, loss, compute_s)
+        except RefusedAgain:
+            raise
         except NonFiniteLoss as error:
             if is_fresh:
-                raise self.failure(str(error)) from error
+                raise NonFiniteLoss(self.failure(str(error))) from error
             compute_s = time.perf_counter() - started
             self.link.send(Skip(lease=lease.lease, compute_s=compute_s, reason=str(error)))
             self.must_restart = True
@@ -168,10 +171,10 @@ class Worker:
         self.wait_until(lambda: not self.pulling)
         self.must_restart, self.has_restarted = False, True
 
-    def failure(self, what: str) -> NonFiniteLoss:
-        return NonFiniteLoss(
-            f"step {self.steps}: {what} (again, now on the server's weights of step {self.base_version})"
-        )
+    def failure(self, what: str) -> str:
+        """Why it must leave."""
+        weights = f"the server's weights of step {self.base_version}"
+        return f"step {self.steps}: {what} (again, now on {weights})"
 
     def pull(self) -> None:
         """Ask for the server's weights; with an interval of 1, wait for them."""
@@ -220,7 +223,8 @@ class Worker:
                 self.unacknowledged = None
                 if ack.outcome == "non_finite":
                     if self.pushed_afresh:
-                        raise self.failure(f"the server has refused its push; {DIVERGENCE_REMEDY}")
+                        what = f"the server has refused its push; {DIVERGENCE_REMEDY}"
+                        raise RefusedAgain(self.failure(what))
                     self.must_restart = True
                 if ack.outcome == "stale" and not self.pulling:
                     self.ask_for_weights()

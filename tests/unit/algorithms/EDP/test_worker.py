@@ -214,7 +214,9 @@ def test_who_fails_again_on_fresh_weights_says_so(monkeypatch: pytest.MonkeyPatc
         desk.worker.step(desk.assigned(1))
 
 
-def test_a_push_that_the_server_refuses_twice_in_a_row_ends_it() -> None:
+@pytest.mark.parametrize("computes_on", [False, True])
+def test_a_push_that_the_server_refuses_twice_in_a_row_ends_it(computes_on: bool) -> None:
+    """Also where it hears of that only when it has computed the next one."""
     desk = Desk()
     start = desk.training.replica.snapshot()
     desk.worker.step(desk.assigned(0))
@@ -224,6 +226,8 @@ def test_a_push_that_the_server_refuses_twice_in_a_row_ends_it() -> None:
     desk.worker.step(desk.assigned(1))
     desk.answer(desk.assigned(1), "non_finite")
     with pytest.raises(NonFiniteLoss, match="the server has refused its push"):
+        if computes_on:
+            desk.worker.step(desk.assigned(2))
         desk.worker.wait_until(lambda: not desk.wire.events)
 
 
