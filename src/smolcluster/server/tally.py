@@ -47,6 +47,7 @@ class Tally(BaseModel):
     """Of the starts before this one, as are `traffic`'s bytes sent and received."""
     traffic: tuple[int, int]
     epoch_samples: Counter[int]
+    """Of the newest epoch, and of those before it that are not complete, as is what follows."""
     epoch_loss: defaultdict[int, float]
     """Sums of loss terms."""
     epoch_terms: defaultdict[int, float] = Field(default_factory=lambda: defaultdict(float))
@@ -77,8 +78,17 @@ class Tally(BaseModel):
     def _complete(self) -> Self:
         Pushes(**self.pushes)  # it knows all outcomes, or refuses
         if not self.epoch_terms:
-            self.epoch_terms = defaultdict(float, self.epoch_samples)
+            told = {each: float(self.epoch_samples[each]) for each in self.epoch_loss}
+            self.epoch_terms = defaultdict(float, told)
         return self
+
+    def forget_complete(self, epoch_size: int) -> None:
+        """Forget the epochs that are complete but the newest: a run may have a million of them."""
+        counted, newest = self.epoch_samples, max(self.epoch_samples)
+        for epoch in [each for each in counted if each < newest and counted[each] == epoch_size]:
+            del counted[epoch]
+            self.epoch_loss.pop(epoch, None)
+            self.epoch_terms.pop(epoch, None)
 
     def worker(self, worker_id: int, node: str) -> WorkerTally:
         """The tally of a worker id; the node is that of its last process."""
@@ -127,7 +137,9 @@ class Counts:
             total, most = tally.epoch_loss[epoch] + loss * num_terms, sys.float_info.max
             tally.epoch_loss[epoch] = max(-most, min(total, most))  # JSON has no infinity
         in_epoch = min(self.epoch_size, self.total_samples - epoch * self.epoch_size)
-        return tally.epoch_samples[epoch] == in_epoch
+        is_complete = tally.epoch_samples[epoch] == in_epoch
+        tally.forget_complete(self.epoch_size)
+        return is_complete
 
     def evaluated(self, loss: float) -> None:
         """Count an evaluation for `patience`, unless that has ended the run already."""

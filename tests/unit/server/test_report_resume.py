@@ -136,6 +136,24 @@ def test_a_report_that_was_resumed_counts_as_one_that_went_on(
     assert other.model_copy(update={"wall_s": one.wall_s}) == one
 
 
+def test_a_checkpoint_keeps_no_sums_of_epochs_that_are_over(parts: Parts) -> None:
+    """Else a run of very many short epochs could be saved no more."""
+    report = report_of(parts)
+    size = report.counts.epoch_size
+
+    def counted() -> Any:
+        state = report.training_state({})
+        assert state.train_loss == 0.25, "that of the newest epoch"
+        return state.progress[COUNTS]
+
+    step(report, size - 1)
+    step(report, 10, epoch=1, loss=0.25)
+    assert list(counted()["epoch_samples"]) == ["0", "1"], "a sample of the first one is to come"
+    step(report, 1)
+    for sums in ("epoch_samples", "epoch_loss", "epoch_terms"):
+        assert list(counted()[sums]) == ["1"]
+
+
 def test_a_standing_says_whose_it_is_and_where(parts: Parts) -> None:
     report, context = report_of(parts), parts.context
     step(report, 30, epoch=0, loss=2.0)
