@@ -488,7 +488,7 @@ def connect(host: str, port: int, timeout_s: float) -> Connection:
             f"{where} cannot be reached ({_why(error)}): check host_ip and the network", "no route"
         ) from None
     # Where the port lies in the ephemeral range (macOS), a socket can be connected to itself.
-    if sock.getsockname() == sock.getpeername():
+    if (own := _end(sock.getsockname)) is not None and own == _end(sock.getpeername):
         sock.close()
         raise ConnectFailed(f"{where} refused: no server listens there; {_START_IT}", "refused")
     return Connection(sock, where)

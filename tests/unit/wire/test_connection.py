@@ -248,6 +248,26 @@ def test_addresses_of_this_machine_are_known(address: str, local: bool) -> None:
     assert is_local_address(address) is local
 
 
+def test_a_server_that_is_gone_again_at_once_is_a_lost_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (listener,) = listen([HOST], 0)
+    create = socket.create_connection
+
+    def reset(address: tuple[str, int], timeout_s: float) -> socket.socket:
+        ours = create(address, timeout_s)
+        theirs, _ = listener.accept()
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        theirs.close()
+        return ours
+
+    monkeypatch.setattr(socket, "create_connection", reset)
+    connection = connect(HOST, port_of(listener), DEADLINE_S)
+    with pytest.raises(PeerLost):
+        connection.receive()
+    close(connection, listener)
+
+
 def test_a_reset_connection_is_a_lost_peer() -> None:
     raw, other = socket_pair("tcp")
     connection = Connection(other, "mini1")
