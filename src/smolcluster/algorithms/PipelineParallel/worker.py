@@ -156,6 +156,7 @@ class Worker:
         """Compute until the link raises. The server says what, from the plan on."""
         place = link.place
         self.link = link
+        self.free()  # layers of a session before, or for an earlier server: free memory is looked at
         self.links = Links(
             place,
             link,

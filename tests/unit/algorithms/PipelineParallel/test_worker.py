@@ -1,6 +1,8 @@
 """What a worker of a pipeline does with what comes while it does something else."""
 
+import gc
 import logging
+import weakref
 from unittest.mock import Mock
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipelines import gpt, stages_of
+from smolcluster.algorithms.PipelineParallel import worker as room
 from smolcluster.algorithms.PipelineParallel.worker import PlanChanged, Worker
 from smolcluster.errors import PeerLost
 from smolcluster.training.builtin import cross_entropy
@@ -59,6 +62,31 @@ def test_a_neighbour_that_is_lost_before_the_first_turn_is_told_of(
     worker.follow(Mock())
     told = [call.args[0] for call in worker.link.send.call_args_list]
     assert told == is_told * [StageReady(attempt=1, reason="stage 1 is lost")]
+
+
+@pytest.mark.parametrize("is_same_server", [True, False])
+def test_layers_of_a_session_before_take_none_of_the_memory_that_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch, is_same_server: bool
+) -> None:
+    left: list[object] = []
+    stages = {0: stages_of(gpt(2, 8), [0, 1, 2])[0]}
+    earlier, worker = weakref.ref(stages[0].module), Worker(Mock(), Mock())
+    if is_same_server:
+        worker.stages.update(stages)
+
+    def links(*_: object, **__: object) -> None:
+        left.append(earlier())
+        raise PeerLost("the test is over")
+
+    monkeypatch.setattr(room, "Links", links)
+    gc.disable()  # which may not happen to do it
+    try:
+        stages.clear()
+        with pytest.raises(PeerLost):
+            worker.take_part(Mock())
+    finally:
+        gc.enable()
+    assert left == [None]
 
 
 class Counting(nn.Linear):
