@@ -4,6 +4,7 @@
 as long as the run does; a `Link` is one session of it.
 """
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -337,6 +338,7 @@ class _Life:
             place.log.info("%s was started again; starting afresh with it", place.whom)
             self._training.replica.optimizer.reset()  # the server sends the weights
             self._participant = None  # the server knows nothing of what it was owed
+            gc.collect()  # it may refer to itself, and have several copies of the weights
         self._welcome = welcome
         self._training.wait_until_ready(check)
         if self._participant is not None:

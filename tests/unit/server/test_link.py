@@ -547,6 +547,31 @@ def test_a_server_that_was_started_again_finds_what_was_built_but_nothing_learne
     assert learning.runs == ["run-1", "run-1"]
 
 
+@pytest.mark.usefixtures("uncollected")
+def test_a_participant_is_freed_before_that_for_another_start_of_the_server(
+    life: Life[Helper],
+) -> None:
+    """It may have several copies of the weights."""
+
+    class Circular(Helper):
+        def __init__(self, welcome: Welcome, training: TrainingContext) -> None:
+            super().__init__(welcome, training)
+            self.itself = self
+            there.append(any(each() is not None for each in made))
+            made.append(weakref.ref(self))
+
+    made: list[weakref.ref[Helper]] = []
+    there: list[bool] = []
+    worker, run = life.begin(Circular), run_config()
+    hand, _ = life.taken_part(run, "aaaa")
+    life.made.clear()
+    hand.leave()
+    hand, _ = life.taken_part(run, "bbbb")
+    end(hand)
+    worker.finish()
+    assert there == [False, False]
+
+
 def test_what_was_built_stays_when_a_peer_is_lost_before_the_participant_is_there(
     learning: Life[Learning], num_built: Callable[[], int]
 ) -> None:
