@@ -155,7 +155,7 @@ class Worker:
     def take_part(self, link: Link) -> None:
         """Compute until the link raises. The server says what, from the plan on."""
         place = link.place
-        self.link = link
+        self.link, self.newest = link, None
         self.free()  # layers of a session before, or for an earlier server: free memory is looked at
         self.links = Links(
             place,

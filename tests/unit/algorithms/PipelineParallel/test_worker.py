@@ -64,6 +64,24 @@ def test_a_neighbour_that_is_lost_before_the_first_turn_is_told_of(
     assert told == is_told * [StageReady(attempt=1, reason="stage 1 is lost")]
 
 
+def test_what_a_lost_session_has_left_is_not_done_in_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A neighbour and the server may be lost at the same time, with a plan that has just come."""
+    worker, plan = Worker(Mock(), Mock()), MessageReceived(0, PLAN)
+    worker.plan, worker.turn, worker.stages, worker.links = PLAN, 1, {0: Mock()}, Mock()
+    worker.training.replica.meter = Meter()
+    worker.link = Mock(is_cut=True, next_event=Mock(side_effect=[Mock(), plan]))
+    monkeypatch.setattr(worker, "handle", Mock(side_effect=PeerLost("a neighbour is lost")))
+    with pytest.raises(PeerLost, match="a neighbour"):
+        worker.follow(Mock())
+    assert worker.newest is plan
+    monkeypatch.setattr(room, "Links", Mock(side_effect=PeerLost("the test is over")))
+    with pytest.raises(PeerLost, match="the test"):
+        worker.take_part(Mock())
+    assert worker.newest is None
+
+
 @pytest.mark.parametrize("is_same_server", [True, False])
 def test_layers_of_a_session_before_take_none_of_the_memory_that_is_looked_at(
     monkeypatch: pytest.MonkeyPatch, is_same_server: bool
