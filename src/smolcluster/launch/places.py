@@ -3,13 +3,21 @@
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from smolcluster.configs.load import read_config
-from smolcluster.configs.schema import HUB_NAME, DatasetPlace, NodeConfig, Settings
+from smolcluster.configs.overrides import from_environment, from_overrides
+from smolcluster.configs.resolve import Draft
+from smolcluster.configs.schema import (
+    HUB_NAME,
+    DatasetPlace,
+    NodeConfig,
+    Settings,
+    cluster_section,
+)
 from smolcluster.configs.sections import flatten, is_nested
 from smolcluster.launch.host import HERE, Host
 from smolcluster.launch.installed import installed_project
@@ -86,35 +94,51 @@ def machines_of(
     project: Project,
 ) -> Machines:
     """The machines of a cluster, by their names; `here`: this one's folder of runs."""
-    raw = read_config(cluster_file, "cluster").get("nodes") or {}
-    data = tuple(_data_overrides(train_file))
+    raw = nodes_as_written(cluster_file, request.overrides)
+    own_keys = {each.path for each in from_environment(os.environ)}
+    data = {
+        key: value
+        for key, value in _data_settings(train_file).items()
+        if ("dataset", key) not in own_keys
+    }
     keys = [text.partition("=") for text in request.overrides]
     asked_dir = next((value for key, _, value in reversed(keys) if key == "runs_dir"), None)
 
     def machine(node: str) -> Machine:
         stated, config = raw.get(node) or {}, settings.cluster.nodes.get(node, NodeConfig())
         found = machine_of(node, config, stated, here=here, project=project)
+        own = stated.get("dataset") or {}
+        texts = (f"dataset.{key}={value}" for key, value in data.items() if key not in own)
+        found = replace(found, overrides=tuple(texts))
         if found.is_here:
-            return replace(found, overrides=data, env=inherited() | config.env)
+            return replace(found, env=inherited() | config.env)
         needed = keys_of(node, request, settings, os.environ | config.env)
         return replace(
             found,
             runs_dir=(asked_dir or found.runs_dir).rstrip("/"),
-            overrides=tuple(
-                text
-                for text in data
-                if text.partition("=")[0].rpartition(".")[2] not in (stated.get("dataset") or {})
-            ),
             env=forwarded(os.environ, needed) | config.env,
         )
 
     return {node: machine(node) for node in settings.cluster.machines}
 
 
+def nodes_as_written(cluster_file: Path, overrides: Sequence[str]) -> Mapping[str, Any]:
+    """`nodes` in the words of the file, the environment and the overrides: `~` is each machine's own.
+
+    Raises:
+        ConfigError: the file cannot be read, or a key or value is wrong.
+    """
+    draft = Draft(cluster_section(), str(cluster_file), read_config(cluster_file, "cluster"))
+    for assignment in (*from_environment(os.environ), *from_overrides(overrides)):
+        if assignment.path[0] == "nodes":
+            draft.take(assignment)
+    return draft.values.get("nodes") or {}
+
+
 def machine_of(
     node: str, config: NodeConfig, stated: Mapping[str, Any], *, here: Path, project: Project
 ) -> Machine:
-    """Where runs live on a machine of a cluster file, in which its section is `stated` as written."""
+    """Where runs live on a machine of a cluster, whose settings are `stated` as `nodes_as_written`."""
     found = Machine(
         host=Host(node, config.ssh or node),
         project_dir=config.project_dir or project.folder(config.torch),
@@ -136,7 +160,7 @@ def machine_of(
     )
 
 
-def _data_overrides(train_file: Path) -> Iterator[str]:
+def _data_settings(train_file: Path) -> dict[str, str]:
     """Where the training file says that the data are, in its own words: `~` is each machine's own."""
     train: Mapping[str, Any] = read_config(train_file, "training")
     if is_nested(train):
@@ -144,10 +168,12 @@ def _data_overrides(train_file: Path) -> Iterator[str]:
     dataset = train.get("dataset") or {}
     if "tokenizer" in dataset and not re.fullmatch(HUB_NAME, dataset["tokenizer"]):
         dataset.setdefault("tokenizer_path", dataset["tokenizer"])
-    for name in DatasetPlace.model_fields:
-        if dataset.get(name) is not None:
-            value = dataset[name]
-            yield f"dataset.{name}={str(value).lower() if isinstance(value, bool) else value}"
+    stated = {name: dataset[name] for name in DatasetPlace.model_fields if name in dataset}
+    return {
+        name: str(value).lower() if isinstance(value, bool) else str(value)
+        for name, value in stated.items()
+        if value is not None
+    }
 
 
 def keys_of(

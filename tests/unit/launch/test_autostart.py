@@ -19,10 +19,10 @@ CLUSTER = ClusterConfig.model_validate(
         "workers": ["pi5"],
         "server": "mini1",
         "port": 6000,
-        "nodes": {"pi5": {"threads": 3, "dataset": {"download": False}, "torch": "cpu"}},
     }
 )
-COMMAND = join_command(CLUSTER, "pi5", PROJECT)
+OWN = {"threads": 3, "dataset": {"root": "~/data", "download": False}, "torch": "cpu"}
+COMMAND = join_command(CLUSTER, "pi5", PROJECT, OWN)
 
 
 def inside(text: str) -> str:
@@ -34,7 +34,8 @@ def test_the_machine_joins_with_its_own_settings() -> None:
     assert [
         *(f"{PROJECT}/.venv/bin/python", "-P", "-m", "smolcluster.cli", "join", "[fd00::1]:6000"),
         *("--name", "pi5", "--wait", "120"),
-        *("--override", 'runs_dir="~/smolcluster/runs"', "threads=3", "dataset.download=false"),
+        *("--override", 'runs_dir="~/smolcluster/runs"', "threads=3"),
+        *('dataset.root="~/data"', "dataset.download=false"),
     ] == COMMAND
 
 

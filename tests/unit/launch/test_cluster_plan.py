@@ -339,14 +339,37 @@ def test_where_a_run_lives_is_what_the_file_says(tmp_path: Path) -> None:
     assert places["here"].runs_dir == str(tmp_path / "runs")
 
 
+def test_what_a_flag_or_the_environment_says_of_a_machine_wins_over_both_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, train = Path(three(tmp_path)), tmp_path / "train.yaml"
+    file.write_text(
+        THREE.replace("mini1: 10.0.0.1", "mini1: 10.0.0.1, here: 10.0.0.1").replace(
+            "nodes: {", "nodes: {mini2: {ssh: local, dataset: {root: /own}}, "
+        )
+    )
+    train.write_text("dataset: {name: MNIST, root: ~/data, download: false}\n")
+    monkeypatch.setenv("SMOLCLUSTER_NODES__PI5__SECRET_FILE", "~/s")
+    monkeypatch.setenv("SMOLCLUSTER_DATASET__DOWNLOAD", "true")
+    stated = ("nodes.pi5.runs_dir=~/long runs", 'nodes={"pi5": {"dataset": {"root": "~/more"}}}')
+    request = Request(get_algorithm("edp"), config=str(file), overrides=stated)
+    cluster = load_settings(file, train, overrides=stated).cluster
+    found = machines_of(request, of(cluster), file, train, here=tmp_path, project=PROJECT)
+    assert (found["pi5"].runs_dir, found["pi5"].secret_file) == ("~/long runs", "~/s")
+    assert found["pi5"].overrides == ()
+    assert found["mini1"].overrides == ("dataset.root=~/data",)
+    assert found["mini2"].is_here
+    assert found["mini2"].overrides == ()
+
+
 def test_a_tokenizer_s_path_in_the_training_file_is_every_worker_s_but_who_has_another(
     tmp_path: Path,
 ) -> None:
     train = tmp_path / "train.yaml"
     train.write_text("data: {tokenizer: ~/gpt2}\ntraining: {}\n")
-    assert list(places._data_overrides(train)) == ["dataset.tokenizer_path=~/gpt2"]
+    assert places._data_settings(train) == {"tokenizer_path": "~/gpt2"}
     train.write_text("data: {tokenizer: openai-community/gpt2}\ntraining: {}\n")
-    assert list(places._data_overrides(train)) == []
+    assert places._data_settings(train) == {}
     (tmp_path / "pair").mkdir()
     local = local_settings("dataset.name=text", f"dataset.tokenizer={tmp_path}/pair")
     assert f"dataset.tokenizer_path={tmp_path}/pair" in place_overrides(local)

@@ -8,15 +8,19 @@ import json
 import plistlib
 import shlex
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
 
+from smolcluster.configs.load import find_config
 from smolcluster.configs.meant import cluster_source
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.schema import ClusterConfig, NodeConfig
 from smolcluster.errors import LaunchError
 from smolcluster.launch.host import host_of
 from smolcluster.launch.node_facts import Facts, facts_of
+from smolcluster.launch.places import nodes_as_written
 from smolcluster.launch.plan import MODULE
 from smolcluster.launch.project import LATEST, RUNS
 from smolcluster.observability.terminal import shown_text
@@ -24,20 +28,28 @@ from smolcluster.utils.units import format_address
 
 WAIT_S = 120
 """How long a machine that has just started looks for a run: its network comes later than it."""
-OF_THE_MACHINE = {"device", "threads", "microbatch", "dataset", "secret_file", "runs_dir"}
+OF_THE_MACHINE = ("device", "threads", "microbatch", "dataset", "secret_file", "runs_dir")
 NAME = "smolcluster-join"
 
 
-def join_command(cluster: ClusterConfig, node: str, project: str) -> list[str]:
-    """What joins the run that lives, on the machine itself; `project` is the project's folder there."""
+def join_command(
+    cluster: ClusterConfig, node: str, project: str, stated: Mapping[str, Any]
+) -> list[str]:
+    """What joins the run that lives, on the machine itself.
+
+    Args:
+        cluster: the run's.
+        node: the machine.
+        project: the project's folder there.
+        stated: its settings, as `nodes_as_written`.
+    """
     address = format_address(cluster.host_ip[node], cluster.port)
     command = [f"{project}/.venv/bin/python", *MODULE, "smolcluster.cli", "join", address]
     command += ["--name", node, "--wait", str(WAIT_S)]
-    settings = cluster.nodes.get(node, NodeConfig())
-    own = settings.model_dump(mode="json", exclude_defaults=True, include=OF_THE_MACHINE)
-    if settings.project_dir is None:
+    own = {key: stated[key] for key in OF_THE_MACHINE if stated.get(key) is not None}
+    if stated.get("project_dir") is None:
         own = {"runs_dir": RUNS} | own
-    flat = {f"dataset.{key}": value for key, value in (own.pop("dataset", None) or {}).items()}
+    flat = {f"dataset.{key}": value for key, value in own.pop("dataset", {}).items()}
     texts = [
         f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in (own | flat).items()
     ]
@@ -88,23 +100,26 @@ def autostart(config: str | None, overrides: list[str]) -> int:
     """
     source = cluster_source(config)
     cluster = load_settings(source, "nn", None, overrides).cluster
+    raw = nodes_as_written(find_config(source, "cluster"), overrides)
     failed = False
     for node in cluster.workers:
         folder = cluster.nodes.get(node, NodeConfig()).project_dir or LATEST
         try:
             facts = facts_of(host_of(cluster, node), "system", "user", "folder", folder=folder)
-            text = _job(cluster, node, facts, folder)
+            text = _job(cluster, node, facts, folder, raw.get(node) or {})
         except LaunchError as error:
             failed, text = True, f"# {error}"
         sys.stdout.write(f"{shown_text(Console(), text).plain}\n\n")
     return int(failed)
 
 
-def _job(cluster: ClusterConfig, node: str, facts: Facts, folder: str) -> str:
+def _job(
+    cluster: ClusterConfig, node: str, facts: Facts, folder: str, stated: Mapping[str, Any]
+) -> str:
     if not facts.has("folder"):
         raise LaunchError(f"{node}: has no {folder} yet: launch once, which makes it")
     project = facts.text("folder")
-    command = join_command(cluster, node, project)
+    command = join_command(cluster, node, project, stated)
     if facts.is_mac:
         return launchd_job(node, command, project, facts.text("user"))
     return systemd_job(node, command, project)

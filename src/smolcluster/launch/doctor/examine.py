@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from smolcluster.configs.function_name import known_here
-from smolcluster.configs.load import find_config, read_config
+from smolcluster.configs.load import find_config
 from smolcluster.configs.meant import cluster_source, training_source
 from smolcluster.configs.overrides import workload_overrides
 from smolcluster.configs.resolve import load_settings
@@ -38,7 +38,7 @@ from smolcluster.launch.doctor.table import (
 from smolcluster.launch.host import Done, Unreachable
 from smolcluster.launch.links import Listener, read_listener
 from smolcluster.launch.node_facts import Facts, read_facts
-from smolcluster.launch.places import machine_of, project_root
+from smolcluster.launch.places import machine_of, nodes_as_written, project_root
 from smolcluster.launch.project import read_project
 from smolcluster.launch.workload_code import check_source, packages_of
 from smolcluster.observability.terminal import SteadyConsole
@@ -65,8 +65,7 @@ def doctor(
     trained = training_source(None, source, workload=workload)
     settings = load_settings(source, trained, None, stated)
     cluster = settings.cluster
-    raw = read_config(find_config(source, "cluster"), "cluster").get("nodes") or {}
-    nodes = nodes_of(cluster, raw)
+    nodes = nodes_of(cluster, nodes_as_written(find_config(source, "cluster"), overrides))
     if settings.train.workload is not None:
         name = known_here(settings.train.workload)
         check_source(name, settings.train.workload_args)
@@ -84,7 +83,7 @@ def doctor(
 
 
 def nodes_of(cluster: ClusterConfig, raw: Mapping[str, Mapping[str, Any]]) -> list[NodeChecks]:
-    """What is known of each node beforehand, the server first; `raw`: the file's `nodes`, as written."""
+    """What is known of each node beforehand, the server first; `raw`: as `nodes_as_written`."""
     project = read_project(project_root())
     token = secrets.token_hex(8)
     nodes = []
