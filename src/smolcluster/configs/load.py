@@ -57,7 +57,11 @@ def read_config(path: Path, kind: Kind) -> dict[str, Any]:
     Raises:
         ConfigError: see `read_yaml`.
     """
-    content = read_yaml(path)
+    return part_of(read_yaml(path), kind)
+
+
+def part_of(content: dict[str, Any], kind: Kind) -> dict[str, Any]:
+    """The part of that kind, if this is what a run's `config.yaml` holds; else all of it."""
     if _has_sections(content):
         part = content[SECTIONS[kind]]
         if isinstance(part, dict):

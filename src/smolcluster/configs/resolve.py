@@ -25,6 +25,7 @@ from smolcluster.configs.load import (
     NODE_SECTION,
     find_config,
     is_of_run,
+    part_of,
     read_config,
     read_yaml,
 )
@@ -291,14 +292,23 @@ def load_resolved(path: Path) -> Settings:
         raise ConfigError(
             f"{path}: no such file: the run had not begun when it ended; launch it anew"
         )
-    node = read_yaml(path).get(NODE_SECTION)
-    cluster, train = read_config(path, "cluster"), read_config(path, "training")
-    settings = resolve(cluster=cluster, train=train, cluster_file=str(path), train_file=str(path))
+    return resolved_from(read_yaml(path), str(path))
+
+
+def resolved_from(content: dict[str, Any], source: str) -> Settings:
+    """The same of what such a file holds, which is called `source`.
+
+    Raises:
+        ConfigError: it is not such a configuration.
+    """
+    node = content.get(NODE_SECTION)
+    cluster, train = part_of(content, "cluster"), part_of(content, "training")
+    settings = resolve(cluster=cluster, train=train, cluster_file=source, train_file=source)
     if not isinstance(node, dict):
         raise ConfigError(
-            f"{path}: is not the configuration of a run: it has no section {NODE_SECTION}"
+            f"{source}: is not the configuration of a run: it has no section {NODE_SECTION}"
         )
-    return replace(settings, node=Draft(NodeConfig, str(path), copy.deepcopy(node)).check())
+    return replace(settings, node=Draft(NodeConfig, source, copy.deepcopy(node)).check())
 
 
 def save_resolved(settings: Settings, path: Path) -> None:

@@ -2,21 +2,24 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from smolcluster.configs.begun import is_known, remember
-from smolcluster.configs.load import dump_yaml
-from smolcluster.configs.resolve import cluster_without
+from smolcluster.configs.load import dump_yaml, parse_yaml
+from smolcluster.configs.overrides import from_overrides
+from smolcluster.configs.resolve import cluster_without, resolved_from
 from smolcluster.configs.schema import Settings, config_of
-from smolcluster.configs.spec import AlgorithmSpec, get_algorithm
+from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError, LaunchError
 from smolcluster.launch.plan import CLUSTER_FILE, TRAIN_FILE, Request
 from smolcluster.launch.requests import settings_of
-from smolcluster.launch.sessions import host_of, put
+from smolcluster.launch.sessions import host_of, put, text_of
 from smolcluster.launch.workload_code import WORKLOAD_FILE
 from smolcluster.runs.advice import ADVICE, Prediction
 from smolcluster.runs.files import or_none
@@ -26,6 +29,8 @@ from smolcluster.runs.paths import ADVICE_FILE, RunPaths
 
 TOLD_FILE = "launch/told.json"
 """In a run's folder on the machine that launched it; it may hold secrets."""
+
+GLOBAL_BATCH = "global_batch_size"
 
 LAUNCH_FILES = (CLUSTER_FILE, TRAIN_FILE, TOLD_FILE, WORKLOAD_FILE)
 """What a launcher keeps with a run, for who lets it go on."""
@@ -95,12 +100,8 @@ def check_launched_here(paths: RunPaths) -> None:
             )
 
 
-def request_again(
-    paths: RunPaths, launched: Launched, overrides: Sequence[str], without: Sequence[str] = ()
-) -> Request:
-    """What to launch so that a run goes on which was launched from here; environment settings come back.
-
-    `without`: nodes that take no part any more; what the algorithm pins is as it was with them.
+def request_again(paths: RunPaths, launched: Launched, overrides: Sequence[str] = ()) -> Request:
+    """What was asked for when a run was launched from here; environment settings come back.
 
     Raises:
         SmolclusterError: what prevents it, in one line.
@@ -113,23 +114,85 @@ def request_again(
     told = told or StoredOptions(environ={}, overrides=launched.overrides)
     for name, value in told.environ.items():
         os.environ.setdefault(name, value)  # what is set now wins
-    again = Request(
+    return Request(
         algorithm=get_algorithm(launched.algorithm),
         config=str(files[0]),
         train_config=str(files[1]),
         overrides=(*told.overrides, *overrides),
         script=told.script,
     )
-    if not without:
-        return again
-    pinned = pinned_overrides(settings_of(again, local=False), again.algorithm)
-    return replace(again, overrides=(*pinned, *again.overrides), without=tuple(without))
 
 
-def pinned_overrides(settings: Settings, algorithm: AlgorithmSpec) -> Iterator[str]:
-    """What stays as it is when a run goes on with another number of workers, as overrides."""
-    for key, value in settings.of(config_of(algorithm)).pinned(settings).items():
-        yield f"{key}={json.dumps(value)}"
+def going_on(
+    paths: RunPaths, launched: Launched, overrides: Sequence[str], without: Sequence[str] = ()
+) -> Request:
+    """What to launch so that a run over SSH goes on, with more overrides and without these nodes.
+
+    Raises:
+        SmolclusterError: what prevents it, in one line.
+    """
+    request = replace(request_again(paths, launched, overrides), without=tuple(without))
+    if not _pinned(settings_of(request, local=False), request):
+        return request
+    before = settings_of(request_again(paths, launched), local=False)
+    trained = _trained_with(paths, launched) or before
+    return keeping_steps(request, before, trained, overrides, local=False)
+
+
+def _trained_with(paths: RunPaths, launched: Launched) -> Settings | None:
+    """The configuration of a run's server; None: it cannot be read.
+
+    There it is known how many samples a batch of the user's own loader has, and how many workers the run
+    began with: a machine that has joined since is one more in the file that is kept here.
+    """
+    with suppress(LaunchError, ConfigError, ValueError):
+        content = parse_yaml(text_of(launched.server, paths.config.name))
+        if isinstance(content, dict):
+            return resolved_from(content, launched.server.title)
+    return None
+
+
+def keeping_steps(
+    request: Request,
+    before: Settings,
+    trained: Settings,
+    overrides: Sequence[str],
+    *,
+    local: bool,
+) -> Request:
+    """The same request, whose steps have as many samples as before, however many workers there are now.
+
+    Where `overrides` make a worker's batch larger, the step grows with it.
+
+    Args:
+        request: for a run that goes on, with `overrides` in it.
+        before: its settings without them.
+        trained: the settings with which the run's server trained.
+        overrides: what the user says now.
+        local: whether all processes are on this machine.
+
+    Raises:
+        ConfigError: a worker's batch becomes another one, but before it was said what a step has.
+    """
+    pinned = _pinned(trained, request)
+    stated = {each.path[0] for each in from_overrides(overrides)}
+    had = before.train.samples_per_push
+    has = settings_of(request, local).train.samples_per_push
+    if GLOBAL_BATCH in pinned.keys() - stated and has != had:
+        if before.train.global_batch_size is not None:
+            raise ConfigError(
+                f"batch_size x gradient_accumulation was {had} and is {has}, but a step has "
+                f"{pinned[GLOBAL_BATCH]} samples, as {GLOBAL_BATCH} says: set that as well"
+            )
+        if trained.train.samples_per_push == had:  # else a loader says it
+            pinned[GLOBAL_BATCH] = pinned[GLOBAL_BATCH] * has // had
+    return replace(
+        request, kept=tuple(f"{key}={json.dumps(value)}" for key, value in pinned.items())
+    )
+
+
+def _pinned(settings: Settings, request: Request) -> dict[str, Any]:
+    return settings.of(config_of(request.algorithm)).pinned(settings)
 
 
 def cluster_bytes(

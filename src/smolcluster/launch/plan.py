@@ -58,6 +58,7 @@ class Request:
             as it is seen from there, too; None: the algorithm's own.
         without: nodes of the cluster file that are left out.
         is_open: whether other machines can reach the server of a run on this machine.
+        kept: of a run that goes on, overrides that give way to the user's.
     """
 
     algorithm: AlgorithmSpec
@@ -69,6 +70,7 @@ class Request:
     script: str | None = None
     without: tuple[str, ...] = ()
     is_open: bool = False
+    kept: tuple[str, ...] = ()
 
     def in_run(self, run_dir: str) -> "Request":
         """The same request as a machine is told it that has its files and its code in a run's folder."""
@@ -308,7 +310,7 @@ def _overrides(told: Request, role: str, machine: Machine, *, is_local: bool) ->
     """What the user has said, of which all but the server are told only what belongs to a machine."""
     said = without_workload(told.overrides)
     if role == SERVER:
-        return tuple(said)
+        return (*told.kept, *said)
     data = () if role == "store" else machine.overrides
     return (*((PATIENCE,) if is_local else ()), *data, *node_overrides(said))
 

@@ -108,7 +108,7 @@ def settings_of(request: Request, local: bool, node: str | None = None) -> Setti
         cluster_source(request.config, request.algorithm.name),
         request.train_config or DEFAULT_TRAINING,
         node,
-        [*request.overrides, *workload_overrides(request.workload)],
+        [*request.kept, *request.overrides, *workload_overrides(request.workload)],
         local_workers=request.num_workers,
         local=local,
         without=request.without,

@@ -19,11 +19,11 @@ from smolcluster.configs.machines import LOOPBACK
 from smolcluster.configs.overrides import from_environment, from_overrides
 from smolcluster.configs.resolve import Draft, load_resolved, load_settings
 from smolcluster.configs.schema import NodeConfig, Settings
-from smolcluster.configs.spec import SINGLE, default_algorithm, get_algorithm, spec_of
+from smolcluster.configs.spec import SINGLE, default_algorithm, get_algorithm
 from smolcluster.errors import CheckpointError, ConfigError
 from smolcluster.launch.find import find, in_folder
 from smolcluster.launch.flow import LaunchOptions, launch
-from smolcluster.launch.kept import check_launched_here, pinned_overrides, request_again
+from smolcluster.launch.kept import check_launched_here, going_on, keeping_steps
 from smolcluster.launch.plan import Request
 from smolcluster.launch.requests import known_script, resolved
 from smolcluster.launch.take_in import script_of
@@ -73,7 +73,7 @@ def resume(
         how = replace(how, on=launched.server.scheduler or how.on)
     elif num_workers is not None:
         raise ConfigError("--workers: the workers of a cluster are those of its file")
-    request = request_again(paths, launched, overrides, without)
+    request = going_on(paths, launched, overrides, without)
     return _launch_again(paths, request, how, local=False)
 
 
@@ -130,6 +130,7 @@ def _resume_here(
         script=script and known_script(script),
         is_open=how.invite,
     )
+    request = keeping_steps(request, settings, settings, overrides, local=True)
     return _launch_again(paths, request, how, local=True)
 
 
@@ -218,7 +219,7 @@ def _algorithm(paths: RunPaths) -> str:
 
 
 def _kept(settings: Settings, paths: RunPaths, algorithm: str) -> Iterator[str]:
-    """What the run's machine and its number of workers said, as overrides."""
+    """What the run's machine said, as overrides."""
     node, server = settings.node, settings.cluster.server
     everybodys = {"runs_dir": paths.root.parent, "secret_file": node.secret_file}
     yield from _assignments(node.model_copy(update=everybodys), only=("runs_dir", "secret_file"))
@@ -227,7 +228,6 @@ def _kept(settings: Settings, paths: RunPaths, algorithm: str) -> Iterator[str]:
     stated = node.model_dump(mode="json", include={*own}, exclude_none=True)
     for key, value in stated.items():  # the server's name may have dots
         yield f"nodes={json.dumps({server: {key: value}}, ensure_ascii=False)}"
-    yield from pinned_overrides(settings, spec_of(algorithm))
 
 
 def _assignments(

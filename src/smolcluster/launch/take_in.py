@@ -231,7 +231,7 @@ def _planned(
 ) -> tuple[Settings, Machines, Launched]:
     """The whole run as a launch with this cluster file, told the same as before, would plan it."""
     train_file = paths.root / TRAIN_FILE
-    again = request_again(paths, launched, ())
+    again = request_again(paths, launched)
     told = tuple(without_workload(again.overrides))
     request = replace(again, config=str(cluster_file), overrides=told, script=None)
     settings = settings_of(request, local=False)

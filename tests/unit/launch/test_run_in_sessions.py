@@ -16,19 +16,21 @@ import smolcluster.launch.run
 from made_runs import summary_of
 from processes import is_alive
 from reading import Terminal, server, status_of, worker, write
-from smolcluster.configs.load import find_config
-from smolcluster.configs.resolve import load_settings
-from smolcluster.errors import CheckpointError, LaunchError, RunBusy
+from smolcluster.configs.load import dump_yaml, find_config, read_config
+from smolcluster.configs.resolve import load_settings, save_resolved
+from smolcluster.errors import CheckpointError, ConfigError, LaunchError, RunBusy
 from smolcluster.launch import run_in_sessions
 from smolcluster.launch.flow import LaunchOptions
 from smolcluster.launch.interrupts import Interrupts
-from smolcluster.launch.kept import TOLD_FILE, StoredOptions, keep, request_again
+from smolcluster.launch.kept import TOLD_FILE, StoredOptions, going_on, keep, request_again
+from smolcluster.launch.plan import CLUSTER_FILE, TRAIN_FILE
 from smolcluster.launch.requests import settings_of
 from smolcluster.launch.run import missing_workers
 from smolcluster.launch.run_in_sessions import RunInSessions
 from smolcluster.launch.saved import resume
 from smolcluster.launch.sessions import begin, exit_code
 from smolcluster.launch.stop import StopResult
+from smolcluster.launch.take_in import with_worker
 from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched, write_launched
 from smolcluster.runs.paths import RunPaths, create_run, latest_of
 from smolcluster.runs.status import Presence
@@ -49,6 +51,7 @@ def run(paths: RunPaths, console: Console) -> RunInSessions:
     )
 
 
+TOLD_NOTHING = StoredOptions(environ={}, overrides=())
 INT, HUP = signal.SIGINT, signal.SIGHUP
 
 
@@ -238,19 +241,58 @@ def test_a_run_that_goes_on_is_told_what_its_launch_was_told(
         (["global_batch_size=100"], [], 100),
         ((), ["global_batch_size=64"], 64),
         ((), ["batch_size=16"], 48),
+        ((), ["num_workers=2"], 96),
+        (["global_batch_size=100"], ["batch_size=16", "global_batch_size=50"], 50),
     ],
 )
 def test_a_run_that_goes_on_without_a_machine_keeps_its_global_batch(
     paths: RunPaths, overrides: Sequence[str], now: Sequence[str], samples: int
 ) -> None:
+    launched, name = launched_syncps(paths, overrides)
+    settings = settings_of(going_on(paths, launched, now, [name]), local=False)
+    assert name not in settings.cluster.workers
+    assert settings.global_batch_size == samples
+
+
+def launched_syncps(paths: RunPaths, overrides: Sequence[str] = ()) -> tuple[Launched, str]:
+    """A run of three workers that was launched from here, and the name of the last one."""
     cluster, train = find_config("syncps", "cluster"), find_config("digits", "training")
     told = StoredOptions(environ={}, overrides=tuple(overrides))
     keep(paths, cluster.read_bytes(), train.read_bytes(), told)
-    launched = Launched(run_id=paths.run_id, algorithm="syncps", processes=(server(),))
-    name = load_settings(cluster, train).cluster.workers[-1]
-    settings = settings_of(request_again(paths, launched, now, [name]), local=False)
-    assert name not in settings.cluster.workers
-    assert settings.global_batch_size == samples
+    processes = (server(None, str(paths.root)),)
+    launched = Launched(run_id=paths.run_id, algorithm="syncps", processes=processes)
+    return launched, load_settings(cluster, train).cluster.workers[-1]
+
+
+@pytest.mark.parametrize(
+    ("trained", "now", "samples"),
+    [
+        (["batch_size=64"], [], 192),  # as the user's own loader says
+        (["batch_size=64"], ["batch_size=16"], 192),
+        (["global_batch_size=96"], ["batch_size=16"], 48),  # it has gone on before
+    ],
+)
+def test_what_a_step_has_is_known_by_the_server_also_when_a_machine_has_joined(
+    paths: RunPaths, trained: Sequence[str], now: Sequence[str], samples: int
+) -> None:
+    launched, _ = launched_syncps(paths)
+    save_resolved(load_settings("syncps", "digits", None, trained), paths.config)
+    file = paths.root / CLUSTER_FILE
+    more = with_worker(read_config(file, "cluster"), "nas", "10.10.0.1", {})
+    keep(paths, dump_yaml(more).encode(), (paths.root / TRAIN_FILE).read_bytes(), TOLD_NOTHING)
+    request = going_on(paths, launched, now)
+    settings = settings_of(request, local=False)
+    assert (settings.cluster.num_workers, settings.global_batch_size) == (4, samples)
+    assert request.overrides == tuple(now), "what the user says is kept apart"
+
+
+def test_a_worker_s_batch_alone_does_not_change_a_step_whose_samples_were_said(
+    paths: RunPaths,
+) -> None:
+    launched, _ = launched_syncps(paths, ["global_batch_size=100"])
+    with pytest.raises(ConfigError, match=r"was 32 and is 16, but a step has 100 samples"):
+        going_on(paths, launched, ["batch_size=16"])
+    assert going_on(paths, launched, ["batch_size=16", "gradient_accumulation=2"]).kept
 
 
 def test_a_run_that_has_ended_is_told_so_before_a_machine_is_asked(paths: RunPaths) -> None:

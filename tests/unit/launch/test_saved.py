@@ -384,6 +384,8 @@ def test_a_resumed_run_keeps_its_batch_whatever_the_number_of_workers(
         f'runs_dir="{run.root.parent}"',
     ):
         assert part in server
+    assert resume(str(run.root), 3, ["batch_size=16"], LaunchOptions(dry_run=True)) == 0
+    assert "global_batch_size=32" in capsys.readouterr().out.splitlines()[1]
 
 
 def test_a_run_goes_on_whose_server_has_a_name_with_dots(

@@ -95,7 +95,7 @@ def _gives(paths: RunPaths, launched: Launched | None, *, is_checked: bool) -> H
         ConfigError: nobody can join the run.
     """
     if launched is not None and (paths.root / CLUSTER_FILE).is_file():
-        request = request_again(paths, launched, ())
+        request = request_again(paths, launched)
         cluster, file, local = settings_of(request, local=False).cluster, None, False
     else:
         settings = load_resolved(paths.config)
