@@ -326,6 +326,7 @@ class StreamSamples(LoadedSamples):
         draws = OfThread(seed)
         with draws, self.drawing.of_process(seed):
             iterator = iter(source)
+        self.drawing.look_again()  # it may have made some for this epoch
         for number in itertools.count():
             with draws, self.drawing.of_process(derive_seed(seed, number)):
                 try:

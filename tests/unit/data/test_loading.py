@@ -490,12 +490,25 @@ class Shuffling(IterableDataset[Any]):
             buffer[place] = number
 
 
-def test_a_stream_that_is_shuffled_by_random_is_the_same_where_it_is_read_again() -> None:
+class ShufflingAnew(Shuffling):
+    """Makes its generator as an epoch begins."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.own = np.random.default_rng()
+        return ((number, self.own.random()) for number in range(35))
+
+
+@pytest.mark.parametrize("stream", [Shuffling, ShufflingAnew])
+def test_a_stream_that_is_shuffled_by_random_is_the_same_where_it_is_read_again(
+    stream: type[Shuffling],
+) -> None:
     """Such as by a resumed run, which passes over the samples that were applied."""
-    place, samples = Place(SEED, 1, 0), StreamSamples(Shuffling(), samples_per_epoch=35)
+    place, samples = Place(SEED, 1, 0), StreamSamples(stream(), samples_per_epoch=35)
     samples.load(torch.arange(35), Place(SEED, 0, 0))
     whole = samples.load(torch.arange(35), place)
-    rest = StreamSamples(Shuffling(), samples_per_epoch=35).load(torch.arange(20, 35), place)
+    again = StreamSamples(stream(), samples_per_epoch=35)
+    assert again.load(torch.tensor([0]), place) == whole[:1]
+    rest = again.load(torch.arange(20, 35), place)
     assert rest == whole[20:]
     assert len(set(whole)) == 35
 
