@@ -301,6 +301,16 @@ def test_a_run_has_the_trainer_s_epochs_and_a_trainer_that_stops_before_its_end_
     assert bool(caplog.records) == is_said
 
 
+@pytest.mark.parametrize(
+    ("num_epochs", "max_steps", "most"), [(4.0, -1, 4), (3.0, 1000, -1), (0.5, 0, 1)]
+)
+def test_steps_that_a_trainer_is_told_stand_above_its_epochs(
+    num_epochs: float, max_steps: int, most: int
+) -> None:
+    told = SimpleNamespace(num_train_epochs=num_epochs, max_steps=max_steps)
+    assert callbacks._max_epochs(told) == most
+
+
 def test_a_callback_refuses_data_without_a_length() -> None:
     with pytest.raises(ConfigError, match="training data have no length"):
         begin_callback(callbacks._Attached(), iter([0]), 1, -1)

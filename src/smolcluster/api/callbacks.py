@@ -127,6 +127,11 @@ def _batch_size(loader: Any) -> int:
     return size
 
 
+def _max_epochs(args: Any) -> int:
+    """The limit of `TrainingArguments`; negative: `max_steps` is the one that holds."""
+    return -1 if args.max_steps > 0 else max(1, int(args.num_train_epochs))
+
+
 def _num_epochs(max_epochs: int, max_steps: int, steps_per_epoch: int) -> int | None:
     """The epochs of the run: those that begin within the Trainer's limit; None: it has none."""
     if max_epochs >= 0:
@@ -147,8 +152,9 @@ def trainer_callback(cluster: str | Path = "cluster.yaml", **how: Any) -> Any:
     """A callback for `transformers.Trainer(callbacks=[…])`; arguments as those of `attach`.
 
     The optimizer and schedule are the Trainer's, whose `per_device_train_batch_size` and
-    `gradient_accumulation_steps` make up a step, and whose `num_train_epochs` the run has. It stops
-    when the run is over. Its evaluations are the run's.
+    `gradient_accumulation_steps` make up a step, and whose `num_train_epochs` the run has; with `max_steps`,
+    which the Trainer prefers, the epochs that so many steps begin. It stops when the run is over. Its
+    evaluations are the run's.
     """
     base = import_module("transformers").TrainerCallback
 
@@ -161,7 +167,7 @@ def trainer_callback(cluster: str | Path = "cluster.yaml", **how: Any) -> Any:
                 its["optimizer"],
                 its["train_dataloader"],
                 batch_size=batch_size,
-                max_epochs=max(1, int(args.num_train_epochs)),
+                max_epochs=_max_epochs(args),
                 max_steps=args.max_steps,
             )
             if args.gradient_accumulation_steps == 1:  # else a step has several losses
