@@ -15,6 +15,7 @@ from unittest.mock import Mock
 import pytest
 
 from smolcluster.algorithms.planning.costs import Interface, Job, Site, Worker, costs_of
+from smolcluster.configs.load import parse_yaml
 from smolcluster.configs.resolve import load_settings
 from smolcluster.configs.spec import get_algorithm
 from smolcluster.errors import ConfigError
@@ -33,7 +34,7 @@ from smolcluster.launch.advise.command import (
 )
 from smolcluster.launch.advise.measuring import Computer, busy, measure_all
 from smolcluster.launch.advise.show import advice_line, as_document, lines, show
-from smolcluster.launch.advise.speed import ASKED_FILE, SPEED, Asked, Speed, meet
+from smolcluster.launch.advise.speed import ASKED_FILE, CLUSTER_FILE, SPEED, Asked, Speed, meet
 from smolcluster.launch.host import Done, Host
 from smolcluster.launch.kept import keep_prediction
 from smolcluster.launch.links import Way
@@ -354,13 +355,17 @@ def test_what_is_measured_imports_nothing_of_the_folder_in_which_it_is_asked(
 
 
 def test_a_machine_is_sent_all_that_it_needs_to_know(request_of: Callable[..., Request]) -> None:
-    request = request_of("threads=2")
+    overrides = ("batch_size=4", "threads=2", "num_workers=2")
+    request = replace(request_of(*overrides[1:]), without=("win",))
     packed = questions_of(resolved(request, local=False))(node="pi5")
     with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
         assert {each.mode for each in tar} == {0o600}
         asked = tar.extractfile(ASKED_FILE)
         assert asked is not None
-        assert Asked.model_validate_json(asked.read()).overrides == ("batch_size=4", "threads=2")
+        assert Asked.model_validate_json(asked.read()).overrides == overrides
+        told = tar.extractfile(CLUSTER_FILE)
+        assert told is not None
+        assert parse_yaml(told.read().decode())["workers"] == ["mini1", "pi5"]
 
 
 def test_a_batch_larger_than_an_epoch_is_measured_by_what_there_is(

@@ -226,7 +226,7 @@ def questions_of(asked: Resolved) -> Callable[..., bytes]:
     workload, stated = asked.request.workload, without_workload(asked.request.overrides)
     code = None if workload is None else code_of(workload)
     contents = {
-        CLUSTER_FILE: cluster_bytes(asked.cluster_file),
+        CLUSTER_FILE: cluster_bytes(asked.cluster_file, asked.request.without),
         TRAIN_FILE: asked.train_file.read_bytes(),
     }
     if code is not None:
