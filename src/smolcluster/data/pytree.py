@@ -162,7 +162,11 @@ class _Encoder:
                 return {"tensor": self._tensor(node, path, self._codec)}
             case np.ndarray() | np.generic() if node.dtype.kind in "biufc":
                 native = np.array(node, node.dtype.newbyteorder("="), order="C")
-                return {"array": self._tensor(torch.from_numpy(native), path, "fp32")}
+                try:
+                    values = torch.from_numpy(native)
+                except TypeError:  # PyTorch has no such type, as of NumPy's longdouble
+                    raise _cannot_travel(node, path) from None
+                return {"array": self._tensor(values, path, "fp32")}
             case Mapping():
                 return {"dict": [self._item(*item, path, depth) for item in node.items()]}
             case list() | tuple():

@@ -132,7 +132,8 @@ def nodes_as_written(cluster_file: Path, overrides: Sequence[str]) -> Mapping[st
     for assignment in (*from_environment(os.environ), *from_overrides(overrides)):
         if assignment.path[0] == "nodes":
             draft.take(assignment)
-    return draft.values.get("nodes") or {}
+    nodes: Mapping[str, Any] | None = draft.values.get("nodes")
+    return nodes or {}
 
 
 def machine_of(

@@ -140,6 +140,7 @@ def test_a_nested_tensor_cannot_be_sent() -> None:
         ({"id": 2**70}, 'batch["id"] is 1180591620717411303424'),
         ({(1, 2): 1}, "batch has the key (1, 2)"),
         ({"when": np.array(["2020"], dtype="datetime64[D]")}, 'batch["when"] is a ndarray'),
+        ([np.zeros(2, np.longdouble)], "batch[0] is a ndarray"),
         ({"raw": b"abc"}, 'batch["raw"] is a bytes'),
         ({"text": "\ud800"}, 'batch["text"] is'),
         (torch.empty(2, device="meta"), "batch is a tensor without values"),
