@@ -333,7 +333,7 @@ def with_worker(
     is_stage = any(name in (hosts or {}) for hosts in of_stages)
     workers += [name] if not (is_stage or name in workers) else []
     if own:
-        nodes[name] = {**(nodes.get(name) or {}), **own}
+        nodes[name] = _merged(nodes.get(name) or {}, own)
     content = {
         **raw,
         "host_ip": {**(raw.get("host_ip") or {}), name: address},
@@ -345,6 +345,17 @@ def with_worker(
     if shares is not None and name in workers:  # it stands in for others, as the server says
         content["batch_share"] = {name: 0.0, **shares}
     return content
+
+
+def _merged(before: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a machine, with these as well: of a section only the keys that they say."""
+
+    def both(key: str, value: Any) -> Any:
+        known = before.get(key)
+        are_sections = isinstance(value, Mapping) and isinstance(known, Mapping)
+        return _merged(known, value) if are_sections else value
+
+    return {**before, **{key: both(key, value) for key, value in own.items()}}
 
 
 def settings_of_node(name: str, overrides: Sequence[str]) -> dict[str, Any]:

@@ -86,10 +86,14 @@ def test_the_cluster_file_learns_of_a_new_machine() -> None:
 
 
 def test_a_returned_machine_keeps_its_place_and_its_settings() -> None:
-    content = with_worker(RAW, "pi5", "10.0.1.1", {"device": "cpu"})
+    stated = {"threads": 3, "env": {"A": "1"}, "dataset": {"download": False}}
+    own = {"device": "cpu", "env": {"B": "2"}, "dataset": {"root": "/data"}}
+    content = with_worker(RAW | {"nodes": {"pi5": stated}}, "pi5", "10.0.1.1", own)
     cluster = ClusterConfig.model_validate(content)
     assert cluster.workers == ("pi5",)
-    assert (cluster.nodes["pi5"].threads, cluster.nodes["pi5"].device) == (3, "cpu")
+    pi5 = cluster.nodes["pi5"]
+    assert (pi5.threads, pi5.device, pi5.env) == (3, "cpu", {"A": "1", "B": "2"})
+    assert (pi5.dataset.download, pi5.dataset.root) == (False, Path("/data"))
 
 
 def test_with_fixed_shares_a_new_machine_stands_in_for_others() -> None:
