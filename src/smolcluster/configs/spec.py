@@ -142,7 +142,8 @@ def _of_checkout() -> list[EntryPoint]:
     file = Path(__file__).resolve().parents[3] / "pyproject.toml"
     if not file.is_file():
         return []
-    stated = tomllib.loads(file.read_text(encoding="utf-8"))["project"].get("entry-points", {})
+    project = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {})
+    stated = project.get("entry-points", {})
     return [EntryPoint(name, value, GROUP) for name, value in stated.get(GROUP, {}).items()]
 
 

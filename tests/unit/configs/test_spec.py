@@ -1,5 +1,7 @@
 """The algorithms by name."""
 
+from pathlib import Path
+
 import pytest
 
 from smolcluster.configs import spec
@@ -37,3 +39,11 @@ def test_a_checkout_s_algorithms_are_found_by_an_environment_that_is_older(
 ) -> None:
     monkeypatch.setattr(spec, "entry_points", lambda **_: [])
     assert algorithms.__wrapped__() == algorithms()
+
+
+def test_a_project_into_which_the_package_was_copied_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pyproject.toml").write_text('[tool.poetry]\nname = "mine"\n')
+    monkeypatch.setattr(spec, "__file__", str(tmp_path / "vendor/smolcluster/configs/spec.py"))
+    assert spec._of_checkout() == []
