@@ -352,8 +352,9 @@ def _merged(before: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
 
     def both(key: str, value: Any) -> Any:
         known = before.get(key)
-        are_sections = isinstance(value, Mapping) and isinstance(known, Mapping)
-        return _merged(known, value) if are_sections else value
+        if isinstance(value, Mapping) and isinstance(known, Mapping):
+            return _merged(known, value)
+        return value
 
     return {**before, **{key: both(key, value) for key, value in own.items()}}
 
