@@ -139,9 +139,8 @@ class NewLines:
         entries, is_all = [], True
         for stem, path in files.items():
             tail = self._tails.get(stem)
-            if (
-                tail is None or tail.path != path
-            ):  # a copy that grows, in place of one that was fetched
+            # a copy that grows may take the place of one that was fetched
+            if tail is None or tail.path != path:
                 tail = self._tails[stem] = Tail(path)
             near = _written_at(path)
             come = tail.poll()
