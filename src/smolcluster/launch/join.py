@@ -36,7 +36,14 @@ from smolcluster.observability.logs import NodeLog
 from smolcluster.observability.terminal import SteadyConsole, print_line
 from smolcluster.observability.view.snapshot import read_snapshot
 from smolcluster.runs.launched import LaunchedProcess, launched_of, write_launched
-from smolcluster.runs.paths import RUNS_DIR, RunPaths, check_run_id, create_run, runs_root
+from smolcluster.runs.paths import (
+    RUNS_DIR,
+    RunPaths,
+    all_runs,
+    check_run_id,
+    create_run,
+    runs_root,
+)
 from smolcluster.server.joining import Follower, RunOver
 from smolcluster.utils.locks import held
 from smolcluster.utils.retry import Deadline
@@ -138,12 +145,14 @@ def _check_is_one_process(name: str, cluster: ClusterConfig) -> None:
 
 
 def address_of(where: str) -> Address | None:
-    """The server's address that a word is; None: it is a run's name or folder.
+    """The server's address that a word is; None: it is a run's name, which may have dots, or folder.
 
     Raises:
         ConfigError: what follows the colon is no port.
     """
-    if "/" in where or not (where == "localhost" or re.search(r"[.:]", where)):
+    if "/" in where or (all_runs() / where).is_dir():
+        return None
+    if not (where == "localhost" or re.search(r"[.:]", where)):
         return None
     found = re.fullmatch(
         r"\[(?P<v6>[^]]+)\](:(?P<port6>\d+))?|(?P<host>[^:]+)(:(?P<port>\d+))?", where

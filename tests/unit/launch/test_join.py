@@ -30,7 +30,7 @@ from smolcluster.launch.project import Project
 from smolcluster.launch.run_in_sessions import RunInSessions
 from smolcluster.launch.take_in import JoinOptions, with_worker
 from smolcluster.runs.launched import Launched, LaunchedProcess, read_launched, write_launched
-from smolcluster.runs.paths import RunPaths, create_run
+from smolcluster.runs.paths import RUNS_DIR, RunPaths, create_run
 from smolcluster.runs.status import write_status
 from smolcluster.wire.dialling import Address
 from smolcluster.wire.security import ensure_secret
@@ -70,6 +70,13 @@ def test_what_is_no_port_is_refused(word: str) -> None:
 @pytest.mark.parametrize("word", ["latest", "edp-20261120-1350-3f9c", "./runs/edp-1", "/runs/a.b"])
 def test_all_else_is_a_run(word: str) -> None:
     assert address_of(word) is None
+
+
+def test_a_run_that_is_there_is_no_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RUNS_DIR, str(tmp_path))
+    create_run(tmp_path, "lr-0.1", newest=False)
+    assert address_of("lr-0.1") is None
+    assert address_of("lr-0.2") == Address("lr-0.2", 65432)
 
 
 def test_a_name_that_cannot_be_one_is_refused() -> None:
@@ -370,7 +377,7 @@ def test_by_itself_a_machine_joins_with_the_code_that_was_brought_there_or_is_na
     run = SimpleNamespace(workload="train.workload", algorithm="edp")
     welcome = SimpleNamespace(run_id="edp-1", worker_id=2, run=run)
     monkeypatch.setattr(joining, "_ask", lambda *_: welcome)
-    monkeypatch.setenv("SMOLCLUSTER_RUNS_DIR", str(tmp_path))
+    monkeypatch.setenv(RUNS_DIR, str(tmp_path))
     address = Address("10.0.0.1", 6000)
 
     def told(*options: str) -> tuple[str, ...]:
