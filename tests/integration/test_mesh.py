@@ -20,7 +20,7 @@ WORLD_SIZE = 4
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tuning_demo" / "train_simple.py"
 
 
-IN_CI = ("dp2-fsdp2", "tp2-pp2-1f1b", "tp2-pp2-interleaved", "dp2-pp2-dualpipev")
+IN_CI = ("dp2-fsdp2-uncut", "tp2-pp2-1f1b", "tp2-pp2-interleaved", "dp2-pp2-dualpipev")
 COMPILED = ("tp2-pp2-compiled", "fsdp2-pp2-compiled")
 REST = tuple(sorted(mesh_rank.CASES.keys() - {*IN_CI, *COMPILED}))
 
