@@ -162,7 +162,7 @@ def keeping_steps(
 ) -> Request:
     """The same request, whose steps have as many samples as before, however many workers there are now.
 
-    Where `overrides` make a worker's batch larger, the step grows with it.
+    Where `overrides` change a worker's batch, the step changes with it.
 
     Args:
         request: for a run that goes on, with `overrides` in it.
@@ -172,7 +172,7 @@ def keeping_steps(
         local: whether all processes are on this machine.
 
     Raises:
-        ConfigError: a worker's batch becomes another one, but before it was said what a step has.
+        ConfigError: `overrides` change a worker's batch, and the samples of a step were stated.
     """
     pinned = _pinned(trained, request)
     stated = {each.path[0] for each in from_overrides(overrides)}

@@ -142,12 +142,12 @@ def join_cluster(paths: RunPaths, launched: Launched, wanted: JoinOptions) -> in
         packed = paths.root / WORKLOAD_FILE
         code = workload_of(launched.server) or script_of(launched.workers[0])
         one_of_each = {each.node: each for each in processes}.values()
-        for process in one_of_each:
-            host = machines[process.node].host
-            if code is not None and packed.is_file():
-                put_code(host, process.run_dir, packed.read_bytes(), code)
-        _put_cluster_file(one_of_each, file)
         with _kept_as(file, paths, launched):
+            for process in one_of_each:
+                host = machines[process.node].host
+                if code is not None and packed.is_file():
+                    put_code(host, process.run_dir, packed.read_bytes(), code)
+            _put_cluster_file(one_of_each, paths.root / CLUSTER_FILE)
             for process in processes:
                 run.add(process)
         if any(each.role == SHIPPER for each in launched.shippers):

@@ -303,11 +303,13 @@ def test_a_run_that_was_resumed_while_a_machine_was_made_ready_stays_as_it_is(
     def resume(*_: object, **__: object) -> None:
         write_launched(paths.launched, resumed)
 
+    put = Mock()
     monkeypatch.setattr(taking_in, "make_ready", resume)
-    monkeypatch.setattr(taking_in, "put", Mock())
+    monkeypatch.setattr(taking_in, "put", put)
     monkeypatch.setattr(RunInSessions, "add", Mock())
     with pytest.raises(LaunchError, match="started again"):
         taking_in.join_cluster(paths, before, JoinOptions("mini9", address="10.0.0.1"))
+    assert not put.called, "it has what the resume has brought"
     assert (paths.root / "launch/cluster.yaml").read_bytes() == kept
     assert read_launched(paths.launched) == resumed
 

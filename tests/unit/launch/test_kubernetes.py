@@ -185,6 +185,16 @@ def test_kubernetes_takes_every_object(kind: str, keys: Json) -> None:
     assert list(YAML(typ="safe").load_all(to_yaml(made))) == made
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_key_that_is_none_is_refused(kind: str) -> None:
+    made = objects(kind)[-1]
+    pod(made)["nodes"] = 2
+    with pytest.raises(
+        (jsonschema.ValidationError, kubernetes_validate.ValidationError), match="nodes"
+    ):
+        judge(made)
+
+
 def test_all_pods_are_started_again_as_often_as_restarts_says() -> None:
     assert spec(objects("job")[-1])["backoffLimit"] == 2 * JOB.restarts
     assert spec(objects("jobset")[-1])["failurePolicy"] == {"maxRestarts": JOB.restarts}

@@ -301,6 +301,7 @@ def test_a_machine_that_cannot_be_reached_is_named_and_its_fetched_lines_are_sho
     assert "copied" in out
     assert "were fetched before" in err
     monkeypatch.setattr("smolcluster.launch.watch.logs.is_over", lambda _: True)
+    monkeypatch.setattr("smolcluster.launch.watch.tail.RETRY_S", 0.05)  # it tries many times
     code, out, err = printed(follow=True)
     assert (code, out.count("\n"), err.count("trying again")) == (0, 1, 1)
 

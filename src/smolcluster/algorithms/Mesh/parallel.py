@@ -170,7 +170,9 @@ def _cut_layers(stage: Stage, plan: Mapping[str, Style], groups: Groups) -> _Cut
             module.num_heads //= sizes.tp
             heads |= {f"{name}.{layer}": style for layer, style in OF_HEADS.items()}
         named = (s for pattern, s in plan.items() if fnmatchcase(name, pattern))
-        style = heads.get(name) or next(named, None)  # a sharding file calls all three columns
+        style = heads.get(name) or next(
+            named, None
+        )  # queries, keys and values in one, also where a file calls it a column
         if style == "whole":
             cut.summed.update(f"{name}.{each}" for each, _ in module.named_parameters())
         elif style is not None and isinstance(module, nn.Linear):
@@ -191,7 +193,7 @@ def _cut_layers(stage: Stage, plan: Mapping[str, Style], groups: Groups) -> _Cut
 def plan_of(told: Mapping[str, Style], *, is_ours: bool) -> Mapping[str, Style]:
     """What a sharding file says, and behind it how our models are cut.
 
-    Of another model (not `is_ours`) whose layers the file names, others may be called as ours are.
+    For a model that is not ours, a file that names layers is the whole plan.
     """
     return told if told and not is_ours else _behind(told, OWN_PLAN)
 

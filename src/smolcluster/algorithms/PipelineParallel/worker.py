@@ -156,7 +156,7 @@ class Worker:
         """Compute until the link raises. The server says what, from the plan on."""
         place = link.place
         self.link, self.newest = link, None
-        self.free()  # layers of a session before, or for an earlier server: free memory is looked at
+        self.free()  # layers of the session before would count as used when memory is measured
         self.links = Links(
             place,
             link,

@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from smolcluster.errors import DataError, SmolclusterError
+from smolcluster.errors import SmolclusterError
 from smolcluster.launch.host import shell_path
 from smolcluster.launch.sessions import host_of
 from smolcluster.launch.watch.fetch import is_here
@@ -68,6 +68,9 @@ class Mirror(Folder):
         launched = launched_of(paths)
         self._is_whole = launched is None or is_wholly_here(launched, paths)
         self.is_here = launched is None or self._is_whole or is_here(launched.server, paths)
+        self._was_fetched = (
+            launched is not None and self._is_whole and not is_here(launched.server, paths)
+        )
         self._ask = ask
         self._num_lines = num_lines
         self._stopped = threading.Event()
@@ -108,10 +111,11 @@ class Mirror(Folder):
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the run was over and fetched when it was opened, and has been resumed since."""
-        with suppress(DataError):
-            return self._is_whole and not is_wholly_here(launched_of(self.own), self.own)
-        return False
+        """Whether the run was over and fetched when it was opened, and has been resumed since.
+
+        Who resumes it removes the status that was fetched.
+        """
+        return self._was_fetched and not self.own.status.exists()
 
     def look(self) -> Snapshot:
         """Look how the run stands now.

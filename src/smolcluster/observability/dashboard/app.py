@@ -247,9 +247,9 @@ def _line(view: OneView, file: str, offset: Annotated[int, Query(ge=0, lt=1 << 6
 
 @router.get("/api/runs/{run}/stream", response_class=EventSourceResponse)
 async def _stream(view: StreamedView) -> AsyncIterator[ServerSentEvent]:
-    """How the run stands every second, and the log lines that have come."""
+    """How the run stands every second, and the log lines that have come; a page asks again at its end."""
     new_lines = await run_in_threadpool(lambda: lines.NewLines(view.log_files()))
-    while True:
+    while not view.folder.is_outdated:
         yield _event("state", await run_in_threadpool(view.state))
         come = await run_in_threadpool(lambda: new_lines.poll(view.log_files()))
         if come.entries:

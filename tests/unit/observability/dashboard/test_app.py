@@ -291,6 +291,16 @@ def test_the_stream_tells_how_it_stands_and_what_is_logged(served: str, tmp_path
         assert [entry["message"] for entry in entries] == ["here I am"]
 
 
+def test_a_stream_ends_when_the_run_has_to_be_opened_anew(
+    served: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with httpx.stream("GET", f"{served}/api/runs/edp-2/stream", timeout=DEADLINE_S) as answer:
+        events = streamed(answer)
+        assert next(events)[0] == "state"
+        monkeypatch.setattr(Folder, "is_outdated", True)
+        assert all(name in ("state", "lines") for name, _ in events), "it goes on to its end"
+
+
 def test_a_run_is_kept_open_as_long_as_its_stream(
     served: str, tmp_path: Path, views: Views
 ) -> None:
