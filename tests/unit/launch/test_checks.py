@@ -283,7 +283,10 @@ def test_a_port_that_the_users_own_run_listens_on_is_no_failure(
 
 
 @pytest.mark.usefixtures("home")
-def test_a_launch_onto_a_port_in_use_is_refused_with_a_free_one(taken: int) -> None:
+def test_a_launch_onto_a_port_in_use_is_refused_with_a_free_one(
+    taken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUNS_DIR, str(tmp_path))
     for port in (taken, free_port()):
         stated = cluster(host_ip=dict.fromkeys(("mini1", "mini2", "pi5"), "127.0.0.1"), port=port)
         machines = {name: machine_at(Host(name, name)) for name in stated.machines}
@@ -292,6 +295,12 @@ def test_a_launch_onto_a_port_in_use_is_refused_with_a_free_one(taken: int) -> N
             check_port(stated, machines["mini1"].host)
         with is_refused if port == taken else nullcontext():
             check_links(stated, machines, stated.workers)
+    paths = launched_run(tmp_path, server(ssh="mini1"), run_id="mine")
+    launched = read_launched(paths.launched)
+    write_launched(paths.launched, launched.model_copy(update={"port": taken}))
+    is_own = pytest.raises(PortBusy, match=r"in use by your run mine; .* stop mine` ends it; take")
+    with run_lock(paths.lock), is_own:
+        check_port(stated.model_copy(update={"port": taken}), machines["mini1"].host)
 
 
 def test_the_oldest_python_is_the_projects() -> None:

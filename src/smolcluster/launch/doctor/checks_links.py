@@ -322,9 +322,11 @@ def _port_facts(cluster: ClusterConfig, server: Host) -> Facts:
 
 def _port_busy(cluster: ClusterConfig, server: Host, facts: Facts) -> PortBusy:
     by, other = _holder_and_other(cluster.port, facts)
+    what = f"{as_command('runs')} shows whether a run has it"
+    if own := _own_run_on(cluster.port, server.destination):
+        by, what = f" by your run {own}", f"{as_command('stop', own)} ends it"
     return PortBusy(
-        f"{server.node} ({server.shown}): port {cluster.port} is in use{by}; "
-        f"{as_command('runs')} shows whether a run has it; take {other}"
+        f"{server.node} ({server.shown}): port {cluster.port} is in use{by}; {what}; take {other}"
     )
 
 
