@@ -125,7 +125,11 @@ def clean(
     _show(removals, projects)
     if not yes and not _confirmed():
         return int(bool(troubles))
-    failures = [*(_remove(root, removals) if removals else ()), *remove_projects(projects)]
+    failures = _remove(root, removals) if removals else []
+    if projects:
+        stay, num = remove_projects(projects), sum(map(len, projects.values()))
+        say(f"removed {num - len(stay)} of {format_count(num, 'folder')} of code or environments")
+        failures += stay
     for failure in failures:
         say(failure)
     return int(bool(troubles or failures))

@@ -40,8 +40,14 @@ Old = Mapping[Host, Mapping[str, int]]
 
 def old_projects(root: Path) -> Old:
     """Look at the machines of the runs in `root`; one that does not answer has none."""
+
+    def found_on(host: Host) -> list[tuple[str, str]]:
+        with suppress(LaunchError):
+            return _ask(host)
+        return []
+
     hosts = list(dict.fromkeys(_hosts(root)))
-    found = zip(hosts, at_once(_ask, hosts), strict=True)
+    found = zip(hosts, at_once(found_on, hosts), strict=True)
     return {
         host: {path: 1024 * int(size) for path, size in pairs} for host, pairs in found if pairs
     }
@@ -51,17 +57,18 @@ def remove_projects(old: Old) -> list[str]:
     """Remove them, but for what is in use by now; returns what stays, in words."""
 
     def remove(host: Host) -> list[str]:
-        return [f"{host.node}: {path} stays" for path, _ in _ask(host, "\n".join(old[host]))]
+        try:
+            return [f"{host.node}: {path} stays" for path, _ in _ask(host, "\n".join(old[host]))]
+        except LaunchError as error:
+            return [f"{host.node}: {path} stays: {error}" for path in old[host]]
 
     return [line for lines in at_once(remove, list(old)) for line in lines]
 
 
 def _ask(host: Host, shown: str = "") -> list[tuple[str, str]]:
-    with suppress(LaunchError):
-        said = host.run(SCRIPT, stdin=shown.encode(), timeout_s=TIMEOUT_S).stdout
-        lines = (line.rpartition(" ") for line in said.splitlines())
-        return [(path, word) for path, _, word in lines]
-    return []
+    said = host.run(SCRIPT, stdin=shown.encode(), timeout_s=TIMEOUT_S).stdout
+    lines = (line.rpartition(" ") for line in said.splitlines())
+    return [(path, word) for path, _, word in lines]
 
 
 def _hosts(root: Path) -> Iterator[Host]:

@@ -13,6 +13,7 @@ from smolcluster.cli import main
 from smolcluster.configs.begun import is_known, remember
 from smolcluster.errors import ConfigError
 from smolcluster.launch.clean import clean, parse_age
+from smolcluster.launch.host import Host
 from smolcluster.runs.lock import run_lock
 from smolcluster.runs.paths import RUNS_DIR, RunPaths, create_run, latest_of, point_latest
 from smolcluster.runs.status import write_status
@@ -182,6 +183,18 @@ def test_a_run_whose_servers_folder_is_not_there_may_have_trained(
     assert left(root) == {R1}
     assert clean((R1,), yes=True) == 0
     assert left(root) == set()
+
+
+def test_code_that_has_gone_and_code_that_stays_is_told(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {Host("pi5", "cut"): {"projects/1": 10, "environments/2": 10}}
+    monkeypatch.setattr("smolcluster.launch.clean.old_projects", lambda _: found)
+    monkeypatch.setattr("smolcluster.launch.clean.remove_projects", lambda _: ["projects/1 stays"])
+    assert clean(yes=True) == 1
+    assert left(root) == set()
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2:] == ["removed 1 of 2 folders of code or environments", "projects/1 stays"]
 
 
 def test_with_here_no_other_machine_is_asked(

@@ -394,3 +394,5 @@ def test_a_machine_without_code_or_out_of_reach_has_nothing_to_remove(
 ) -> None:
     monkeypatch.setattr(clean_projects, "_hosts", lambda _root: [PI5, Host("pi4", "cut")])
     assert old_projects(there) == {}
+    [stays] = remove_projects({Host("pi4", "cut"): {"projects/1": 1}})
+    assert stays.startswith("pi4: projects/1 stays: ")
