@@ -1,3 +1,3 @@
-"""The version of smolcluster, which peers, reports and checkpoints name."""
+"""The version of smolcluster, which peers and reports name."""
 
 __version__ = "0.1.0"

@@ -170,9 +170,8 @@ def _cut_layers(stage: Stage, plan: Mapping[str, Style], groups: Groups) -> _Cut
             module.num_heads //= sizes.tp
             heads |= {f"{name}.{layer}": style for layer, style in OF_HEADS.items()}
         named = (s for pattern, s in plan.items() if fnmatchcase(name, pattern))
-        style = heads.get(name) or next(
-            named, None
-        )  # queries, keys and values in one, also where a file calls it a column
+        # `c_attn` holds queries, keys and values, also where a file calls it a column
+        style = heads.get(name) or next(named, None)
         if style == "whole":
             cut.summed.update(f"{name}.{each}" for each, _ in module.named_parameters())
         elif style is not None and isinstance(module, nn.Linear):

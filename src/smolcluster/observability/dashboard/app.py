@@ -249,7 +249,7 @@ def _line(view: OneView, file: str, offset: Annotated[int, Query(ge=0, lt=1 << 6
 async def _stream(view: StreamedView) -> AsyncIterator[ServerSentEvent]:
     """How the run stands every second, and the log lines that have come; a page asks again at its end."""
     new_lines = await run_in_threadpool(lambda: lines.NewLines(view.log_files()))
-    while not view.folder.is_outdated:
+    while not await run_in_threadpool(lambda: view.folder.is_outdated):
         yield _event("state", await run_in_threadpool(view.state))
         come = await run_in_threadpool(lambda: new_lines.poll(view.log_files()))
         if come.entries:
